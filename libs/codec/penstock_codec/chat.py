@@ -7,10 +7,9 @@ one exception: `ToolCallPart.arguments_json` is the text exactly as it was sampl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 
 class Role(StrEnum):
@@ -32,16 +31,18 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPart:
-    """What the model thought before it answered; not shown to a template as content."""
+    """What the model thought before it answered; `signature` is a provider's opaque mark, to be echoed verbatim."""
 
     text: str
+    signature: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """An image by reference: a URL, a data URL or a content hash. The text codec refuses it by name."""
+    """An image by reference: a URL or a data URL. The text codec refuses it by name."""
 
     ref: str
+    media_type: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class ToolResultPart:
     text: str
     is_error: bool = False
     name: str | None = None
+    images: tuple[ImagePart, ...] = ()
 
 
 Part: TypeAlias = TextPart | ReasoningPart | ImagePart | ToolCallPart | ToolResultPart
@@ -68,10 +70,11 @@ Part: TypeAlias = TextPart | ReasoningPart | ImagePart | ToolCallPart | ToolResu
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation: a role and its parts in order."""
+    """One message of a conversation: a role, its parts in order, and the speaker's name where a dialect has one."""
 
     role: Role
     parts: tuple[Part, ...] = ()
+    name: str = ""
 
     @property
     def text(self) -> str:
@@ -121,11 +124,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that the model may call; `parameters` is a JSON schema as parsed JSON (an object)."""
+    """A tool that the model may call; `parameters_json_schema` is the JSON text of an object, as the agent sent it."""
 
     name: str
     description: str
-    parameters: Mapping[str, Any]
+    parameters_json_schema: str
+    strict: bool | None = None
 
 
 class ToolChoiceMode(StrEnum):
@@ -143,6 +147,7 @@ class ToolChoice:
 
     mode: ToolChoiceMode = ToolChoiceMode.AUTO
     name: str | None = None
+    parallel_tool_calls: bool | None = None
 
     def __post_init__(self) -> None:
         if (self.mode is ToolChoiceMode.NAMED) != (self.name is not None):
@@ -153,8 +158,8 @@ class ToolChoice:
 class Sampling:
     """Sampling as asked for or as used. None means unset, which differs from any value (R64).
 
-    temperature >= 0 (0 is greedy); top_p and min_p in (0, 1]; top_k >= 1; token counts >= 1; `logprobs` is the number of
-    alternatives asked for per token; `response_schema` is a JSON schema as text.
+    temperature >= 0 (0 is greedy); top_p in (0, 1], min_p in [0, 1]; top_k >= 1; token counts >= 1; `top_logprobs` is the
+    number of alternatives asked for per token; `response_format` is JSON text as the OpenAI API writes it.
     """
 
     temperature: float | None = None
@@ -170,9 +175,10 @@ class Sampling:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     n: int | None = None
-    logprobs: int | None = None
+    top_logprobs: int | None = None
     thinking: bool | None = None
-    response_schema: str | None = None
+    thinking_budget_tokens: int | None = None
+    response_format: str | None = None
 
 
 class FinishReason(StrEnum):
@@ -181,14 +187,13 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     TOOL_CALLS = "tool_calls"
+    ABORT = "abort"
     CONTENT_FILTER = "content_filter"
-    ABORTED = "aborted"
-    ERROR = "error"
 
     @property
     def truncated(self) -> bool:
         """The model was cut off before it ended its turn."""
-        return self in (FinishReason.LENGTH, FinishReason.ABORTED, FinishReason.ERROR)
+        return self in (FinishReason.LENGTH, FinishReason.ABORT)
 
 
 @dataclass(frozen=True, slots=True)

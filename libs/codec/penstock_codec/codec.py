@@ -46,17 +46,17 @@ class Codec:
         controls = {token.content: index for index, token in added.items() if token.special}
         stops: dict[str, int] = {}
         for index in files.stop_token_ids:
-            text = tokenizer.id_to_token(index)
-            if text is None:
+            stop = tokenizer.id_to_token(index)
+            if stop is None:
                 raise CodecError("TOKEN_ID_INVALID", f"stop token id {index} is not in the vocabulary")
-            stops[text] = index
+            stops[stop] = index
         self._splicer = Splicer(template, self._encode, {**controls, **stops})
         end = self._splicer.end_of_turn
         self.end_of_turn_id = None if end is None else end.id
         self.stop_token_ids: tuple[int, ...] = tuple(
             sorted({*files.stop_token_ids, *(() if end is None else (end.id,))})
         )
-        tags = {index: tag for tag in Tag if (index := vocabulary.get(tag.value)) is not None}
+        tags = {vocabulary[tag.value]: tag for tag in Tag if tag.value in vocabulary}
         silent = frozenset({*controls.values(), *self.stop_token_ids} - tags.keys())
         self._vocabulary = Vocabulary(tags, silent, frozenset(self.stop_token_ids), self.vocab_size)
         self._prompt_marks = {index: tag for index, tag in tags.items() if tag in (Tag.OPEN_THINK, Tag.CLOSE_THINK)}

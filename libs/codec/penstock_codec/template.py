@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -61,7 +61,7 @@ class ChatTemplate:
         """The conversation as the model's text.
 
         Raises CodecError: TEMPLATE_REFUSED (the template raised, or a reserved name in `template_kwargs`),
-        TEMPLATE_WITHOUT_TOOLS (tools given to a template that would drop them), IMAGE_UNSUPPORTED.
+        TEMPLATE_WITHOUT_TOOLS (tools given to a template that would drop them), TOOL_INVALID, IMAGE_UNSUPPORTED.
         """
         if tools and not self.supports_tools:
             raise CodecError("TEMPLATE_WITHOUT_TOOLS", "the model's chat template has no place for tools")
@@ -82,7 +82,7 @@ class ChatTemplate:
             raise CodecError("TEMPLATE_REFUSED", f"the chat template refused the conversation: {error}") from error
 
     def _as_dicts(self, message: Message) -> list[dict[str, Any]]:
-        if any(isinstance(part, ImagePart) for part in message.parts):
+        if any(isinstance(part, ImagePart) or getattr(part, "images", ()) for part in message.parts):
             raise CodecError("IMAGE_UNSUPPORTED", "images cannot be turned into this model's tokens")
         if message.tool_results:
             # One message per result, as templates expect; text beside the results (Anthropic's shape) follows as the user's.
@@ -100,6 +100,8 @@ class ChatTemplate:
         if message.role is Role.DEVELOPER and not self._knows_developer:
             role = "system"
         item = {"role": role, "content": message.text}
+        if message.name:
+            item["name"] = message.name
         if message.reasoning:
             item["reasoning_content"] = message.reasoning
         if message.tool_calls:
@@ -124,7 +126,13 @@ def _arguments(text: str) -> Any:
 
 
 def _tool_dict(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    try:
+        parameters = json.loads(tool.parameters_json_schema)
+    except (ValueError, RecursionError) as error:
+        raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are no JSON: {error}") from error
+    if not isinstance(parameters, dict):
+        raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are no JSON object")
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function}
 
 
@@ -146,7 +154,7 @@ def _raise_exception(message: str) -> None:
 class _GenerationBlock(Extension):
     """`{% generation %}` marks what the assistant wrote; it changes nothing in the text."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as an instance variable)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
