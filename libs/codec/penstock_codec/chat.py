@@ -1,8 +1,8 @@
 """The chat vocabulary of Penstock's domain: messages, tools, sampling, completions.
 
-Plain immutable values, free of any wire format. Ingress dialects and the rpc layers convert to and from them; the codec
-renders them to token ids and parses them back. A value here says what was said, never how some client serialised it, with
-one exception: `ToolCallPart.arguments_json` is the text exactly as it was sampled (or received).
+Plain immutable values, free of any wire format. Ingress dialects and the rpc layers convert to and from them; the
+codec renders them to token ids and parses them back. A value here says what was said, never how some client
+serialised it, with one exception: `ToolCallPart.arguments_json` is the text exactly as it was sampled (or received).
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class ToolChoice:
 class Sampling:
     """Sampling as asked for or as used. None means unset, which differs from any value (R64).
 
-    temperature >= 0 (0 is greedy); top_p in (0, 1], min_p in [0, 1]; top_k >= 1; token counts >= 1; `top_logprobs` is the
-    number of alternatives asked for per token; `response_format` is JSON text as the OpenAI API writes it.
+    temperature >= 0 (0 is greedy); top_p in (0, 1], min_p in [0, 1]; top_k >= 1; token counts >= 1; `top_logprobs` is
+    the number of alternatives asked for per token; `response_format` is JSON text as the OpenAI API writes it.
     """
 
     temperature: float | None = None

@@ -122,8 +122,8 @@ class Codec:
     ) -> Continuation | Inexact:
         """The ids to append for `new` to a conversation whose ids are known and end in `last_id`.
 
-        `history` is the conversation in messages, the last one the assistant's that was sampled. An Inexact answer is no
-        error: the conversation has to be rendered anew, on a branch of its own.
+        `history` is the conversation in messages, the last one the assistant's that was sampled. An Inexact answer is
+        no error: the conversation has to be rendered anew, on a branch of its own.
         """
         return self._splicer.continuation(
             history,

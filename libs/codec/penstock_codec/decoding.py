@@ -80,7 +80,7 @@ class _WindowStream:
 
 
 def _byte_table(tokenizer: Tokenizer) -> list[bytes] | None:
-    """Each id's bytes, where the vocabulary is byte-level (every byte stands for itself or for a printable stand-in)."""
+    """Each id's bytes where the vocabulary is byte-level: each byte stands for itself or for a printable stand-in."""
     decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
     kinds = [decoder.get("type"), *(item.get("type") for item in decoder.get("decoders", []))]
     if "ByteLevel" not in kinds:

@@ -1,8 +1,8 @@
 """Completion ids to an assistant message, all at once or as they come.
 
-Markup (`<think>`, `<tool_call>`) is found by token id where the vocabulary has it as one token, so that text which merely
-spells it is text; else by text. A malformed tool call stays in the message as the text that it is, with a flag. No ids
-whatever make a parser raise, and its work is linear in them.
+Markup (`<think>`, `<tool_call>`) is found by token id where the vocabulary has it as one token, so that text which
+merely spells it is text; else by text. A malformed tool call stays in the message as the text that it is, with a
+flag. No ids whatever make a parser raise, and its work is linear in them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A whole tool call, the `index`-th of the completion: calls are announced once they are known to be well formed."""
+    """A whole tool call, the `index`-th of the completion: announced once it is known to be well formed."""
 
     index: int
     call: ToolCallPart

@@ -1,14 +1,14 @@
 """Exact continuation: the ids to append to a conversation whose ids are already known.
 
 What the engine saw and sampled is never rendered nor tokenised again. Instead the model's own template is probed: the
-last assistant turn is replaced by one with a random mark, the new messages are rendered after it, and the text after that
-turn's closing special token is tokenised on its own. Since the cut is at a special token, no merge crosses it. A turn
-that was cut off gets its closing token as context.
+last assistant turn is replaced by one with a random mark, the new messages are rendered after it, and the text after
+that turn's closing special token is tokenised on its own. Since the cut is at a special token, no merge crosses it. A
+turn that was cut off gets its closing token as context.
 
-The probe needs no history, unless the template says otherwise: the first time a shape of continuation is seen (which roles,
-with tools or without), a probe after a short history is compared with one after a longer history. Where they differ, the
-real history is rendered (as text only). Where new messages change what stands before them, there is no exact
-continuation, and the answer says why.
+The probe needs no history, unless the template says otherwise: the first time a shape of continuation is seen (which
+roles, with tools or without), a probe after a short history is compared with one after a longer history. Where they
+differ, the real history is rendered (as text only). Where new messages change what stands before them, there is no
+exact continuation, and the answer says why.
 """
 
 from __future__ import annotations

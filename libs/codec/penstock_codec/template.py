@@ -1,8 +1,9 @@
 """A model's own chat template, rendered in a sandbox with the helpers that Hugging Face templates use.
 
 The rendering environment follows the documented contract of chat templates (block trimming, `raise_exception`,
-`strftime_now`, a `tojson` that keeps key order and non-ASCII text, loop controls, `generation` blocks), so the text is the
-one that transformers renders. Messages go in the OpenAI shape; arguments that are a JSON object go in as an object.
+`strftime_now`, a `tojson` that keeps key order and non-ASCII text, loop controls, `generation` blocks), so the text
+is the one that transformers renders. Messages go in the OpenAI shape; arguments that are a JSON object go in as an
+object.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class ChatTemplate:
         if any(isinstance(part, ImagePart) or getattr(part, "images", ()) for part in message.parts):
             raise CodecError("IMAGE_UNSUPPORTED", "images cannot be turned into this model's tokens")
         if message.tool_results:
-            # One message per result, as templates expect; text beside the results (Anthropic's shape) follows as the user's.
+            # One message per result, as templates expect; text beside the results (Anthropic's shape) follows as the
+            # user's.
             items: list[dict[str, Any]] = []
             for result in message.tool_results:
                 item: dict[str, Any] = {"role": "tool", "content": result.text, "tool_call_id": result.call_id}

@@ -1,7 +1,7 @@
 """A small tokenizer and a ChatML template with tools, made on the spot: for tests, the scripted engine and the demo.
 
-`build(texts)` trains a byte-level BPE, so any text at all can be encoded; every special token is one id. The same texts and
-size give the same bytes.
+`build(texts)` trains a byte-level BPE, so any text at all can be encoded; every special token is one id. The same
+texts and size give the same bytes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def chat_template() -> str:
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> bytes:
     """Train a byte-level BPE of at most `vocab_size` ids on `texts`; the answer is a tokenizer.json.
 
-    Ids 0..8 are SPECIAL_TOKENS in order, 9..264 the bytes, the rest merges. Control tokens are `special` and never show in
-    decoded text; markup tokens are plain added tokens, as in the Qwen family.
+    Ids 0..8 are SPECIAL_TOKENS in order, 9..264 the bytes, the rest merges. Control tokens are `special` and never
+    show in decoded text; markup tokens are plain added tokens, as in the Qwen family.
     """
     if vocab_size < MIN_VOCAB:
         raise ValueError(f"vocab_size must be at least {MIN_VOCAB}: every byte and every special token has an id")
@@ -56,7 +56,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> bytes:
 
 
 def build(texts: Iterable[str] = (), vocab_size: int = 384) -> TokenizerFiles:
-    """Tokenizer files for a small ChatML model: a tokenizer trained on `texts`, our template, `<|im_end|>` as the stop."""
+    """Files of a small ChatML model: a tokenizer trained on `texts`, our template, `<|im_end|>` as the stop."""
     tokenizer_json = train_tokenizer(texts, vocab_size)
     return TokenizerFiles(
         tokenizer_json=tokenizer_json,

@@ -1,6 +1,7 @@
 """What calls are for: a first guess when a line opens, and the settled answer once its neighbours are known.
 
-A class that the ingress was told (an agent's header, a spec's hint) is believed. The rest is read off the graph's shape:
+A class that the ingress was told (an agent's header, a spec's hint) is believed. The rest is read off the graph's
+shape:
 
 - the first line that has tools is MAIN; lines without tools that opened beside it and were not continued are TITLE;
 - the same messages again are a RETRY: of several answers, the one that the agent went on with keeps its line's class;
@@ -20,14 +21,6 @@ from penstock_interception.graph.fingerprint import digest
 from penstock_interception.graph.model import CallClass, CallHints, CallNode, PromptKey
 
 SIDE = frozenset({CallClass.TITLE, CallClass.PROBE})
-
-
-def provisional(parent: CallNode) -> CallClass:
-    """The class of a call that goes on from `parent`, as far as is known: an answered retry was no retry."""
-    node: CallNode | None = parent
-    while node is not None and node.planned_class is CallClass.RETRY and not node.hinted:
-        node = node.parent if node.continues_parent else None
-    return CallClass.MAIN if node is None else node.planned_class
 
 
 class Lines:

@@ -1,8 +1,8 @@
 """`TokenGraph`: plan where a call goes, commit what was sampled, rebuild from records.
 
 Planning is pure and may run in another thread while commits happen; a commit validates its plan against the graph as
-it is then. The graph only grows, so a plan never becomes wrong: at worst another call took the same place first, and the
-later one opens a branch beside it.
+it is then. The graph only grows, so a plan never becomes wrong: at worst another call took the same place first, and
+the later one opens a branch beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
+
 from penstock_chassis.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
 from penstock_codec import Codec, Inexact
 from penstock_codec.chat import Message, Part, Role, Tool
@@ -79,8 +80,8 @@ class TokenGraph:
     ) -> Plan:
         """Find the line that `messages` continue, and make the prompt. CPU work, about 1 ms for a 400-token append.
 
-        Raises penstock_codec.CodecError when the model's template cannot take the conversation, InvalidArgument when there
-        are no messages.
+        Raises penstock_codec.CodecError when the model's template cannot take the conversation, InvalidArgument when
+        there are no messages.
         """
         if not messages:
             raise InvalidArgument("a call has at least one message", reason="MESSAGES_EMPTY")
@@ -99,12 +100,12 @@ class TokenGraph:
             if not isinstance(continued, Inexact):
                 fork = self._has_continuation(parent)
                 reason = f"history edited after message {known - 1}" if fork else ""
-                call_class = hints.call_class or (CallClass.EDIT if fork else classes.provisional(parent))
+                call_class = hints.call_class or (CallClass.EDIT if fork else self._line_class(parent))
                 return self._planned(parent, parent.total, continued, key, hints, call_class, fork, reason)
             reason = f"{continued.reason}: {continued.detail}"
         call_class, why = self._lines.classify_root(key, keys, hints)
         if parent is not None and hints.call_class is None:
-            call_class = classes.provisional(parent)
+            call_class = self._line_class(parent)
         ids = NO_TOKENS if self._codec is None else self._codec.render(messages, tools, template_kwargs=kwargs)
         share, keep = self._share(ids)
         return self._planned(share, keep, ids[keep:], key, hints, call_class, True, reason or why)
@@ -279,6 +280,12 @@ class TokenGraph:
         while best.parent is not None and keep <= best.keep:
             best = best.parent
         return best, keep
+
+    def _line_class(self, node: CallNode) -> CallClass:
+        """The class of the line that goes on from `node`: a retry that is gone on with stands for the first attempt."""
+        if node.planned_class is CallClass.RETRY and not node.hinted:
+            return self._prompts[(node.key.state, node.key.kwargs)][0].planned_class
+        return node.planned_class
 
     def _has_continuation(self, node: CallNode) -> bool:
         return any(child.continues_parent for child in self._children.get(node.call_id, ()))

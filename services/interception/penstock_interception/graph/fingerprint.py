@@ -98,8 +98,8 @@ def next_state(state: bytes, key: bytes) -> bytes:
 def canonical_json(text: str) -> bytes:
     """Arguments as a value: key order, spacing, escapes and the ways to write a number do not matter.
 
-    Numbers are compared as JavaScript holds them (doubles), because that is what most agents re-serialise with. Text that
-    is no JSON stands for itself.
+    Numbers are compared as JavaScript holds them (doubles), because that is what most agents re-serialise with. Text
+    that is no JSON stands for itself.
     """
     try:
         value = json.loads(text, parse_int=_number, parse_float=_number)

@@ -10,6 +10,7 @@ from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
+
 from penstock_codec.chat import FinishReason, Message, Sampling
 
 IntArray = NDArray[np.int32]
@@ -63,8 +64,8 @@ class VersionSpan:
 class Sampled:
     """One completion as it was delivered, with the message that the codec parsed from it.
 
-    `token_ids` is None where the source gave no tokens, `logprobs` where it gave none. `versions` cover the tokens without a
-    gap. `injected`: written by the trainer, not sampled. `usable`: False keeps the turn as context only.
+    `token_ids` is None where the source gave no tokens, `logprobs` where it gave none. `versions` cover the tokens
+    without a gap. `injected`: written by the trainer, not sampled. `usable`: False keeps the turn as context only.
     """
 
     message: Message
@@ -106,9 +107,9 @@ class PromptKey:
 class Plan:
     """Where a call would go in the graph and what the engine is asked. Making one changes nothing.
 
-    The prompt is `shared_prefix_len` tokens of the parent's prompt and completion, then `suffix_ids`. `exact` is False when
-    there are no tokens at all (a source without a tokenizer). `reason` says why a new branch opens. The class is what is
-    known now; `TokenGraph.branches` has the settled one.
+    The prompt is `shared_prefix_len` tokens of the parent's prompt and completion, then `suffix_ids`. `exact` is
+    False when there are no tokens at all (a source without a tokenizer). `reason` says why a new branch opens. The
+    class is what is known now; `TokenGraph.branches` has the settled one.
     """
 
     rollout_id: str
@@ -129,8 +130,8 @@ class Plan:
 class CallNode:
     """One committed call: the tokens that it added, and a link to the path that it continues.
 
-    Its prompt is the first `keep` tokens of the parent's path, then `suffix`; its path is the prompt, then what was sampled.
-    `planned_class` is the class when it was committed; `hinted` says that it was given, not inferred.
+    Its prompt is the first `keep` tokens of the parent's path, then `suffix`; its path is the prompt, then what was
+    sampled. `planned_class` is the class when it was committed; `hinted` says that it was given, not inferred.
     """
 
     call_id: str
@@ -189,8 +190,9 @@ class TurnSpan:
 class Sample:
     """One root-to-leaf token sequence for a trainer: three arrays of equal length.
 
-    The mask is 1 exactly on sampled tokens to train; there the logprob is finite and <= 0, elsewhere 0.0. What several samples
-    share is masked 1 in one of them only. `weight` is the sample's share of the rollout's trained tokens.
+    The mask is 1 exactly on sampled tokens to train; there the logprob is finite and <= 0, elsewhere 0.0. What
+    several samples share is masked 1 in one of them only. `weight` is the sample's share of the rollout's trained
+    tokens.
     """
 
     sample_id: str

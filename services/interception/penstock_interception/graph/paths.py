@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+
 from penstock_interception.graph.model import CallNode, IntArray
 
 NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)

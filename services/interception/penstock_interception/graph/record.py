@@ -1,9 +1,9 @@
 """A committed call as bytes for a journal, and the hash chain over a rollout's calls.
 
-A record holds everything that rebuilds the call's node; replaying a rollout's records in order rebuilds the same graph.
-The layout is a magic number, a JSON header with its length, then the arrays as little-endian int32 and float32. The chain's
-head after a call is sha256 over the head before it and over what the call was: prompt ids, sampled ids, logprobs,
-versions, and the sampling that was used.
+A record holds everything that rebuilds the call's node; replaying a rollout's records in order rebuilds the same
+graph. The layout is a magic number, a JSON header with its length, then the arrays as little-endian int32 and
+float32. The chain's head after a call is sha256 over the head before it and over what the call was: prompt ids,
+sampled ids, logprobs, versions, and the sampling that was used.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+
 from penstock_chassis.errors import DataLoss
 from penstock_codec.chat import (
     FinishReason,
@@ -132,7 +133,7 @@ class CommitRecord:
             injected=header["injected"],
             usable=header["usable"],
         )
-        key = {k: bytes.fromhex(v) if isinstance(v, str) else v for k, v in header["key"].items()}
+        key: dict[str, Any] = {k: bytes.fromhex(v) if isinstance(v, str) else v for k, v in header["key"].items()}
         return cls(
             call_id=header["call_id"],
             branch_id=header["branch_id"],

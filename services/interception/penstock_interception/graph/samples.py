@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
+
 from penstock_codec.chat import FinishReason
 from penstock_interception.graph.model import Branch, CallClass, CallNode, Sample, SamplePolicy, TurnSpan, VersionSpan
 from penstock_interception.graph.paths import path_ids, segments
@@ -41,9 +43,8 @@ def build(
     made = [_sample(rollout_id, leaf, classes[leaf.call_id], policy, owned) for leaf in leaves]
     trained = [int(sample.loss_mask.sum()) for sample in made]
     whole = sum(trained)
-    return tuple(
-        _weighted(sample, count / whole if whole else 0.0) for sample, count in zip(made, trained, strict=True)
-    )
+    weights = (count / whole if whole else 0.0 for count in trained)
+    return tuple(replace(sample, weight=weight) for sample, weight in zip(made, weights, strict=True))
 
 
 def _sample(rollout_id: str, leaf: CallNode, call_class: CallClass, policy: SamplePolicy, owned: set[str]) -> Sample:
@@ -109,20 +110,3 @@ def _extend(versions: list[VersionSpan], added: Sequence[VersionSpan], start: in
             versions[-1] = VersionSpan(last.policy_version, last.start, right)
         else:
             versions.append(VersionSpan(span.policy_version, left, right))
-
-
-def _weighted(sample: Sample, weight: float) -> Sample:
-    return Sample(
-        sample_id=sample.sample_id,
-        branch_id=sample.branch_id,
-        call_class=sample.call_class,
-        input_ids=sample.input_ids,
-        loss_mask=sample.loss_mask,
-        logprobs=sample.logprobs,
-        logprobs_mode=sample.logprobs_mode,
-        versions=sample.versions,
-        turns=sample.turns,
-        prompt_count=sample.prompt_count,
-        weight=weight,
-        truncated=sample.truncated,
-    )

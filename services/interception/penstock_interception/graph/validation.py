@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_codec.chat import Role
 from penstock_interception.graph.model import Sampled
 
 
 def check_sampled(sampled: Sampled, vocab_size: int | None) -> None:
-    """Raise InvalidArgument COMPLETION_INVALID with every violation found; `vocab_size` None: no vocabulary is known."""
+    """Raise InvalidArgument COMPLETION_INVALID with every violation; `vocab_size` None: no vocabulary is known."""
     violations = _violations(sampled, vocab_size)
     if violations:
         raise InvalidArgument(
