@@ -42,7 +42,7 @@ class TokenizerFiles:
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> TokenizerFiles:
-        """Read a model directory as Hugging Face lays it out; the template may be in chat_template.jinja or in the config."""
+        """Read a model directory in the Hugging Face layout; the template is a file of its own or in the config."""
         root = Path(directory)
         try:
             tokenizer_json = (root / "tokenizer.json").read_bytes()

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart
+from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart, ToolResultPart
 from penstock_interception.graph.model import PromptKey
 
 SIZE = 16
@@ -24,27 +24,26 @@ _SAFE_INTEGER = 2**53
 
 def digest(*parts: bytes) -> bytes:
     """A 16-byte digest of a list of byte strings, each delimited by its length."""
-    state = hashlib.blake2b(digest_size=SIZE)
-    for part in parts:
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return state.digest()
+    return hashlib.blake2b(b"".join([b"%d:%b" % (len(part), part) for part in parts]), digest_size=SIZE).digest()
 
 
 def message_key(message: Message, *, with_call_ids: bool) -> bytes:
     """The key of a message; `with_call_ids` where the template shows tool-call ids, so that they matter."""
     if message.role is Role.ASSISTANT:
-        calls = [_call_key(call, with_call_ids) for call in message.tool_calls]
+        calls = [part for call in message.tool_calls for part in _call_parts(call, with_call_ids)]
         return digest(b"assistant", _utf8(visible_text(message)), *calls)
-    parts = [message.role.value.encode(), _utf8(message.name)]
-    text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
-    parts.append(_utf8(text))
-    parts.extend(_utf8(part.ref) for part in message.parts if isinstance(part, ImagePart))
-    for result in message.tool_results:
-        parts.append(_utf8(result.call_id) if with_call_ids else b"")
-        parts.append(_utf8(result.text))
-        parts.extend(_utf8(image.ref) for image in result.images)
-    return digest(*parts)
+    text: list[str] = []
+    others: list[str] = []
+    for part in message.parts:
+        if isinstance(part, TextPart):
+            text.append(part.text)
+        elif isinstance(part, ImagePart):
+            others.extend(("image", part.ref))
+        elif isinstance(part, ToolResultPart):
+            others.extend(("result", part.call_id if with_call_ids else "", part.text))
+            others.extend(image.ref for image in part.images)
+    parts = (message.role.value, message.name, "".join(text), *others)
+    return digest(*[_utf8(part) for part in parts])
 
 
 def visible_text(message: Message) -> str:
@@ -102,8 +101,7 @@ def canonical_json(text: str) -> bytes:
     that is no JSON stands for itself.
     """
     try:
-        value = json.loads(text, parse_int=_number, parse_float=_number)
-        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+        return _ENCODER.encode(_DECODER.decode(text)).encode()
     except (ValueError, RecursionError):
         return b"!" + _utf8(text)
 
@@ -118,9 +116,12 @@ def _number(text: str) -> int | float:
     return value
 
 
-def _call_key(call: ToolCallPart, with_call_ids: bool) -> bytes:
-    identity = _utf8(call.id) if with_call_ids else b""
-    return digest(identity, _utf8(call.name), canonical_json(call.arguments_json))
+_DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number)
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
+def _call_parts(call: ToolCallPart, with_call_ids: bool) -> tuple[bytes, bytes, bytes]:
+    return _utf8(call.id) if with_call_ids else b"", _utf8(call.name), canonical_json(call.arguments_json)
 
 
 def _utf8(text: str) -> bytes:

@@ -59,9 +59,7 @@ def _sample(rollout_id: str, leaf: CallNode, call_class: CallClass, policy: Samp
             continue
         start = node.prompt_count
         whole = count == node.sampled.count
-        why = _untrained(node, call_class, policy) if whole else "PARTIAL"
-        if not why and node.call_id in owned:
-            why = "SHARED"
+        why = "PARTIAL" if not whole else "SHARED" if node.call_id in owned else _untrained(node, call_class, policy)
         if not why and node.sampled.logprobs is not None:
             owned.add(node.call_id)
             mask[start : start + count] = 1
