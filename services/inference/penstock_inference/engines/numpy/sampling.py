@@ -1,0 +1,124 @@
+"""From logits to a token and the logprob that it really had.
+
+The distribution is computed in float64; a token is drawn from it by adding Gumbel noise and taking the largest, and the
+logprob reported is the very number that took part in the draw. Noise comes from a Philox generator of the request's
+own, so a seed gives the same tokens whoever else is in the batch. All functions work on rows that are independent of
+each other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from penstock_chassis.errors import InvalidArgument, Violation
+
+from penstock_inference.engines.base import Sampling
+
+MAX_TOP_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+Floats = NDArray[np.float64]
+_NEVER = -np.inf
+_NOISE_NUMBERS = 8192
+
+
+def check_sampling(sampling: Sampling, vocab_size: int) -> list[Violation]:
+    """Every field out of its range."""
+    s = sampling
+    rules = (
+        ("max_tokens", s.max_tokens >= 1, "must be at least 1"),
+        ("temperature", np.isfinite(s.temperature) and s.temperature >= 0, "must be finite and at least 0"),
+        ("top_p", 0 < s.top_p <= 1, "must be in (0, 1]"),
+        ("top_k", s.top_k >= 0, "must be at least 0 (0 is off)"),
+        ("min_p", 0 <= s.min_p <= 1, "must be in [0, 1]"),
+        ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, "must be in [0, max_tokens]"),
+        ("stop_token_ids", all(0 <= t < vocab_size for t in s.stop_token_ids), f"must be in [0, {vocab_size})"),
+        ("seed", s.seed is None or 0 <= s.seed <= MAX_SEED, "must be in [0, 2**63)"),
+        ("repetition_penalty", np.isfinite(s.repetition_penalty) and s.repetition_penalty > 0, "must be above 0"),
+        ("presence_penalty", bool(np.isfinite(s.presence_penalty)), "must be finite"),
+        ("frequency_penalty", bool(np.isfinite(s.frequency_penalty)), "must be finite"),
+        ("top_logprobs", 0 <= s.top_logprobs <= MAX_TOP_LOGPROBS, f"must be in [0, {MAX_TOP_LOGPROBS}]"),
+    )
+    return [Violation(f"sampling.{name}", text) for name, holds, text in rules if not holds]
+
+
+def raise_violations(violations: list[Violation]) -> None:
+    """Raises InvalidArgument when there are any."""
+    if violations:
+        first = violations[0]
+        raise InvalidArgument(
+            f"{first.field} {first.description}", reason="GENERATE_REQUEST_INVALID", violations=violations
+        )
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """Over the last axis of (rows, vocab); -inf stays -inf."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: Floats = shifted - np.log(np.add.reduce(np.exp(shifted), axis=-1, keepdims=True))
+    return result
+
+
+def apply_penalties(
+    logits: Floats, sampling: Sampling, prompt_ids: NDArray[np.int32], sampled: NDArray[np.int32]
+) -> None:
+    """Change one row (vocab,) in place: repetition over prompt and completion, presence and frequency over the latter."""
+    if sampling.repetition_penalty != 1.0:
+        seen = np.unique(np.concatenate([prompt_ids, sampled]))
+        values = logits[seen]
+        logits[seen] = np.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and sampled.size:
+        ids, counts = np.unique(sampled, return_counts=True)
+        logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+
+
+def filter_logprobs(logprobs: Floats, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Floats:
+    """One row of normalised logprobs (vocab,) with the unlikely ones at -inf, normalised again.
+
+    min-p keeps tokens at least `min_p` times as likely as the likeliest; top-k keeps the k likeliest of those; top-p
+    keeps the fewest likeliest whose share of what is left reaches `top_p`. Ties are broken by the lower id; at least
+    one token survives.
+    """
+    kept = logprobs.copy()
+    if min_p > 0:
+        kept[kept < kept.max() + np.log(min_p)] = _NEVER
+    if (0 < top_k < kept.size) or top_p < 1:
+        order = np.argsort(-kept, kind="stable")
+        if 0 < top_k < kept.size:
+            kept[order[top_k:]] = _NEVER
+        if top_p < 1:
+            cumulative = np.cumsum(np.exp(log_softmax(kept[None])[0][order]))
+            keep = int(np.searchsorted(cumulative, top_p)) + 1
+            kept[order[keep:]] = _NEVER
+    return log_softmax(kept[None])[0]
+
+
+class Noise:
+    """Gumbel noise of one request: row i is for its i-th sampled token, a function of the seed and i."""
+
+    def __init__(self, seed: int, vocab_size: int) -> None:
+        self._random = np.random.Generator(np.random.Philox(seed))
+        # Several rows at once, because a call costs more than a small row's numbers; the sequence is the same.
+        self._rows = np.empty((max(1, _NOISE_NUMBERS // vocab_size), vocab_size))
+        self._next = self._rows.shape[0]
+
+    def row(self) -> Floats:
+        """Noise for the next token, (vocab,). Valid until the next call."""
+        rows = self._rows
+        if self._next == rows.shape[0]:
+            # A draw is in [0, 1): 0 becomes -inf, the right limit, and nothing becomes +inf, which would meet the -inf
+            # of a filtered token.
+            self._random.random(out=rows)
+            with np.errstate(divide="ignore"):
+                for _ in range(2):
+                    np.log(rows, out=rows)
+                    np.negative(rows, out=rows)
+            self._next = 0
+        row: Floats = rows[self._next]
+        self._next += 1
+        return row
+
+
+def top_logprobs(logprobs: Floats, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The `count` likeliest tokens of one row, most likely first, ties by the lower id."""
+    order = np.argsort(-logprobs, kind="stable")[:count]
+    return order.astype(np.int32), logprobs[order].astype(np.float32)

@@ -1,0 +1,395 @@
+"""Continuous batching: which tokens the next step computes, and what comes of them.
+
+Synchronous and single-threaded; `engine.NumpyEngine` runs it in a thread of its own. One `step` admits what fits, runs
+one forward pass over all decoding sequences plus a bounded piece of the prompts, samples one token for every sequence
+that is ready, and returns the events. Between two steps anything may be aborted and the weights may change, so a token
+has exactly one policy version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
+
+from penstock_inference.engines.base import (
+    Delta,
+    Done,
+    EngineStats,
+    FinishReason,
+    GenerateEvent,
+    GenerateRequest,
+    Logprobs,
+    Scores,
+    Started,
+    Timings,
+    TokenIds,
+    TopLogprobs,
+    VersionSpan,
+)
+from penstock_inference.engines.numpy.decoder import Chunk, Decoder, KVCache
+from penstock_inference.engines.numpy.model import Array, ModelConfig, Weights
+from penstock_inference.engines.numpy.sampling import (
+    Floats,
+    Noise,
+    apply_penalties,
+    filter_logprobs,
+    log_softmax,
+    top_logprobs,
+)
+from penstock_inference.engines.numpy.slots import Slots
+
+PREFILL_TOKENS_PER_STEP = 512
+"""Prompt tokens that one step computes at most, so that decoding sequences wait for a bounded time."""
+
+_REMEMBERED_VERSIONS = 16
+_LANES = 16
+
+Event = GenerateEvent | Scores | PenstockError
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way: its prompt, what it sampled, and where it stands."""
+
+    request: GenerateRequest
+    seed: int
+    score_temperature: float | None = None
+    """Set for a scoring request: logprobs of the prompt are wanted, nothing is sampled."""
+    queued_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    slot: int = -1
+    cached: int = 0
+    count: int = 0
+    noise: Noise | None = None
+    token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
+    logprobs: Logprobs = field(default_factory=lambda: np.empty(0, np.float32))
+    spans: list[VersionSpan] = field(default_factory=list)
+    top_ids: list[TokenIds] = field(default_factory=list)
+    top_logprobs: list[Logprobs] = field(default_factory=list)
+    stop_ids: frozenset[int] = frozenset()
+
+    @property
+    def prompt(self) -> TokenIds:
+        """The prompt's token ids."""
+        return self.request.prompt_token_ids
+
+    def record(self, token: int, logprob: float, version: int) -> None:
+        """Append one sampled token."""
+        if self.count == self.token_ids.size:
+            size = min(max(32, 2 * self.count), self.request.sampling.max_tokens)
+            self.token_ids = np.concatenate([self.token_ids, np.zeros(size - self.count, np.int32)])
+            self.logprobs = np.concatenate([self.logprobs, np.zeros(size - self.count, np.float32)])
+        self.token_ids[self.count] = token
+        self.logprobs[self.count] = logprob
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last.policy_version == version:
+            self.spans[-1] = VersionSpan(version, last.start, self.count + 1)
+        else:
+            self.spans.append(VersionSpan(version, self.count, self.count + 1))
+        self.count += 1
+
+
+class Scheduler:
+    """All sequences of one engine."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, slots: int, max_tokens: int, version: int = 0, label: str = ""
+    ) -> None:
+        self._config = config
+        self._decoder = Decoder(config, max_tokens)
+        self._cache = KVCache(config, slots, max_tokens)
+        self._slots = Slots(self._cache, slots, max_tokens)
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[int, Sequence] = {}
+        """By slot."""
+        self._padded_vocab = -(-config.vocab_size // _LANES) * _LANES
+        self._tokens_by_version: dict[int, int] = {}
+        self._stats = EngineStats(slots=slots)
+        self._counts = dict.fromkeys(
+            ("steps", "prompt_tokens", "cached_tokens", "sampled_tokens", "finished", "aborted", "failed"), 0
+        )
+        self._busy_s = 0.0
+        self.weights = weights
+        self.version = version
+        self.label = label
+        self.admitting = True
+        self.frozen = False
+
+    @property
+    def running(self) -> int:
+        """Sequences that have a slot."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return not self.frozen and (bool(self._running) or (self.admitting and bool(self._waiting)))
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a checked request."""
+        sequence.stop_ids = frozenset(sequence.request.sampling.stop_token_ids)
+        if not sequence.request.sampling.ignore_eos:
+            sequence.stop_ids |= frozenset(self._config.stop_token_ids)
+        self._waiting.append(sequence)
+
+    def replace_weights(self, weights: Weights, version: int, label: str) -> None:
+        """Swap the policy. Sequences that sampled something go on with the keys and values that they have; prompts
+        under way are computed again, so that only a completion that spans the swap is of mixed origin."""
+        self.weights, self.version, self.label = weights, version, label
+        self._slots.weights_changed()
+        for slot, sequence in self._running.items():
+            if not sequence.count:
+                self._slots.restart(slot, version)
+                sequence.cached = 0
+                sequence.logprobs = sequence.logprobs[:0]
+
+    def abort(self, chosen: Callable[[Sequence], bool]) -> list[tuple[Sequence, Event]]:
+        """End every sequence for which `chosen` holds, queued or running."""
+        ended = [s for s in (*self._running.values(), *self._waiting) if chosen(s)]
+        self._waiting = deque(s for s in self._waiting if not chosen(s))
+        self._counts["aborted"] += len(ended)
+        for sequence in ended:
+            self._let_go(sequence)
+        return [(s, self._done(s, FinishReason.ABORT, None)) for s in ended]
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges."""
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            slots=self._stats.slots,
+            policy_version=self.version,
+            paused=self.frozen or not self.admitting,
+            busy_s=self._busy_s,
+            tokens_by_version=dict(self._tokens_by_version),
+            **self._counts,
+        )
+
+    def step(self) -> list[tuple[Sequence, Event]]:
+        """Compute once and return what happened, in order for each sequence."""
+        began = time.monotonic()
+        events: list[tuple[Sequence, Event]] = []
+        if self.admitting:
+            self._admit(events)
+        decoding, chunks = self._plan()
+        if decoding or chunks:
+            self._compute(decoding, chunks, events)
+            self._counts["steps"] += 1
+        self._busy_s += time.monotonic() - began
+        return events
+
+    def _admit(self, events: list[tuple[Sequence, Event]]) -> None:
+        """Give slots to queued sequences, first come first served, but for those that wait for a shared prefix."""
+        held: list[Sequence] = []
+        while self._waiting and self._slots.free:
+            sequence = self._waiting.popleft()
+            refusal = self._version_refusal(sequence.request)
+            if refusal is not None:
+                self._counts["failed"] += 1
+                events.append((sequence, refusal))
+                continue
+            # Scoring wants logits of the whole prompt, so it cannot skip any of it.
+            placement = self._slots.place(sequence.prompt, self.version, reuse=sequence.score_temperature is None)
+            if placement is None:
+                held.append(sequence)
+                continue
+            sequence.slot, sequence.cached = placement.slot, placement.reused
+            sequence.admitted_at = time.monotonic()
+            sequence.noise = Noise(sequence.seed, self._config.vocab_size)
+            self._running[placement.slot] = sequence
+            self._counts["cached_tokens"] += placement.reused
+            if sequence.request.stream and sequence.score_temperature is None:
+                events.append((sequence, Started(self.version, placement.reused)))
+        self._waiting.extendleft(reversed(held))
+
+    def _version_refusal(self, request: GenerateRequest) -> PenstockError | None:
+        exact, least = request.exact_policy_version, request.min_policy_version
+        if (exact is not None and exact != self.version) or (least is not None and self.version < least):
+            wanted = f"exactly {exact}" if exact is not None else f"at least {least}"
+            return FailedPrecondition(
+                f"policy version {wanted} was asked for and {self.version} is loaded",
+                reason="POLICY_VERSION_NOT_LOADED",
+                metadata={"loaded": str(self.version)},
+            )
+        return None
+
+    def _plan(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+        """Sequences that decode one token (by slot), and how many prompt tokens each other one computes."""
+        decoding: list[Sequence] = []
+        chunks: list[tuple[Sequence, int]] = []
+        budget = PREFILL_TOKENS_PER_STEP
+        prefilling: list[Sequence] = []
+        for slot in sorted(self._running):
+            sequence = self._running[slot]
+            (decoding if sequence.count else prefilling).append(sequence)
+        for sequence in sorted(prefilling, key=lambda s: s.admitted_at):
+            tokens = min(budget, sequence.prompt.size - int(self._slots.written[sequence.slot]))
+            if tokens:
+                chunks.append((sequence, tokens))
+                budget -= tokens
+        return decoding, chunks
+
+    def _compute(
+        self, decoding: list[Sequence], chunks: list[tuple[Sequence, int]], events: list[tuple[Sequence, Event]]
+    ) -> None:
+        slots = self._slots
+        rows = np.fromiter((s.slot for s in decoding), np.int64, len(decoding))
+        positions = slots.written[rows]
+        pieces = []
+        for sequence, tokens in chunks:
+            start = int(slots.written[sequence.slot])
+            pieces.append(Chunk(sequence.slot, start, sequence.prompt[start : start + tokens]))
+        hidden = self._decoder.forward(self.weights, self._cache, slots.ids[rows, positions], positions, rows, pieces)
+        slots.written[rows] += 1
+        ready = list(decoding)
+        ready_rows = list(range(len(decoding)))
+        row = len(decoding)
+        for sequence, tokens in chunks:
+            slots.written[sequence.slot] += tokens
+            self._counts["prompt_tokens"] += tokens
+            if sequence.score_temperature is not None:
+                self._score(sequence, hidden[row : row + tokens], events)
+            elif slots.written[sequence.slot] == sequence.prompt.size:
+                ready.append(sequence)
+                ready_rows.append(row + tokens - 1)
+            row += tokens
+        if ready:
+            self._sample(ready, self._decoder.logits(self.weights, hidden[ready_rows]), events)
+
+    def _sample(self, ready: list[Sequence], logits: Array, events: list[tuple[Sequence, Event]]) -> None:
+        vocab = self._config.vocab_size
+        # Padding keeps each row's arithmetic in whole vector lanes, wherever the row is.
+        wide = np.full((len(ready), self._padded_vocab), -np.inf)
+        wide[:, :vocab] = logits
+        finite = np.isfinite(logits).all(axis=1)
+        wide[~finite, :vocab] = 0.0
+        temperatures = np.ones((len(ready), 1))
+        noise = np.zeros((len(ready), vocab))
+        for n, sequence in enumerate(ready):
+            sampling = sequence.request.sampling
+            if sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
+                apply_penalties(wide[n, :vocab], sampling, sequence.prompt, sequence.token_ids[: sequence.count])
+            if sequence.count < sampling.min_tokens and sequence.stop_ids:
+                wide[n, sorted(sequence.stop_ids)] = -np.inf
+            if sampling.temperature > 0 and sequence.noise is not None:
+                temperatures[n] = sampling.temperature
+                noise[n] = sequence.noise.row()
+        wide /= temperatures
+        logprobs = log_softmax(wide)[:, :vocab]
+        for n, sequence in enumerate(ready):
+            sampling = sequence.request.sampling
+            if sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0):
+                logprobs[n] = filter_logprobs(logprobs[n], sampling.top_k, sampling.top_p, sampling.min_p)
+        tokens = (logprobs + noise).argmax(axis=1)
+        chosen = logprobs[np.arange(len(ready)), tokens]
+        for n, sequence in enumerate(ready):
+            if finite[n]:
+                self._take(sequence, int(tokens[n]), float(chosen[n]), logprobs[n], events)
+            else:
+                self._fail(sequence, events)
+        counted = self._tokens_by_version
+        counted[self.version] = counted.get(self.version, 0) + int(finite.sum())
+        if len(counted) > _REMEMBERED_VERSIONS:
+            del counted[min(counted)]
+
+    def _take(
+        self, sequence: Sequence, token: int, logprob: float, row: Floats, events: list[tuple[Sequence, Event]]
+    ) -> None:
+        """Append a sampled token, tell about it, and end the sequence if it was the last."""
+        request = sequence.request
+        if not sequence.count:
+            sequence.first_token_at = time.monotonic()
+        sequence.record(token, logprob, self.version)
+        self._counts["sampled_tokens"] += 1
+        if request.sampling.top_logprobs:
+            ids, values = top_logprobs(row, request.sampling.top_logprobs)
+            sequence.top_ids.append(ids)
+            sequence.top_logprobs.append(values)
+        if request.stream:
+            last = slice(sequence.count - 1, sequence.count)
+            events.append(
+                (
+                    sequence,
+                    Delta(
+                        sequence.token_ids[last].copy(),
+                        sequence.logprobs[last].copy(),
+                        self.version,
+                        _top(sequence.top_ids[-1:], sequence.top_logprobs[-1:]),
+                    ),
+                )
+            )
+        stopped = token in sequence.stop_ids
+        if stopped or sequence.count == request.sampling.max_tokens:
+            self._counts["finished"] += 1
+            self._let_go(sequence)
+            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+            events.append((sequence, self._done(sequence, reason, token if stopped else None)))
+        else:
+            self._slots.ids[sequence.slot, sequence.prompt.size + sequence.count - 1] = token
+
+    def _score(self, sequence: Sequence, hidden: Array, events: list[tuple[Sequence, Event]]) -> None:
+        """Logprobs of the tokens that follow each row of this piece of the prompt."""
+        done = int(self._slots.written[sequence.slot])
+        targets = sequence.prompt[done - hidden.shape[0] + 1 : done + 1]
+        logits = self._decoder.logits(self.weights, hidden)[: targets.size]
+        if not np.isfinite(logits).all():
+            self._fail(sequence, events)
+            return
+        wide = np.full((targets.size, self._padded_vocab), -np.inf)
+        wide[:, : self._config.vocab_size] = logits
+        wide /= sequence.score_temperature or 1.0
+        logprobs = log_softmax(wide)[np.arange(targets.size), targets].astype(np.float32)
+        sequence.logprobs = np.concatenate([sequence.logprobs, logprobs])
+        if done == sequence.prompt.size:
+            self._counts["finished"] += 1
+            self._let_go(sequence)
+            events.append((sequence, Scores(sequence.logprobs, self.version)))
+
+    def _fail(self, sequence: Sequence, events: list[tuple[Sequence, Event]]) -> None:
+        """The weights gave a number that is not finite: nothing to sample from, and a slot that must not spread it."""
+        self._counts["failed"] += 1
+        self._running.pop(sequence.slot)
+        self._slots.discard(sequence.slot)
+        events.append(
+            (
+                sequence,
+                Internal(
+                    f"the model's output is not finite under policy version {self.version}: its weights have diverged",
+                    reason="LOGITS_NOT_FINITE",
+                    metadata={"policy_version": str(self.version)},
+                ),
+            )
+        )
+
+    def _let_go(self, sequence: Sequence) -> None:
+        if self._running.get(sequence.slot) is sequence:
+            del self._running[sequence.slot]
+            self._slots.release(sequence.slot)
+
+    def _done(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Done:
+        now = time.monotonic()
+        admitted = sequence.admitted_at or now
+        first = sequence.first_token_at or now
+        return Done(
+            finish_reason=reason,
+            token_ids=sequence.token_ids[: sequence.count].copy(),
+            logprobs=sequence.logprobs[: sequence.count].copy(),
+            version_spans=tuple(sequence.spans),
+            stop_token_id=stop_token_id,
+            prompt_tokens=sequence.prompt.size,
+            cached_tokens=sequence.cached,
+            timings=Timings(admitted - sequence.queued_at, first - admitted, now - first),
+            seed=sequence.seed,
+            top=_top(sequence.top_ids, sequence.top_logprobs),
+        )
+
+
+def _top(ids: Iterable[TokenIds], logprobs: Iterable[Logprobs]) -> TopLogprobs | None:
+    rows = list(ids)
+    return TopLogprobs(np.stack(rows), np.stack(list(logprobs))) if rows else None
