@@ -160,8 +160,8 @@ class Decoder:
         return self._product(padded, weights.head)[:rows]
 
     def _product(self, x: Array, w: Array) -> Array:
-        """x (rows, in) times w (out, in) transposed, one fixed-shape GEMM per tile of rows."""
-        return np.matmul(x.reshape(-1, self.row_tile, x.shape[1]), w.T).reshape(x.shape[0], w.shape[0])
+        """x (rows, in) times w (in, out), one fixed-shape GEMM per tile of rows."""
+        return np.matmul(x.reshape(-1, self.row_tile, x.shape[1]), w).reshape(x.shape[0], w.shape[1])
 
     def _norm(self, x: Array, weight: Array) -> Array:
         mean = np.add.reduce(x * x, axis=-1, keepdims=True)
@@ -257,7 +257,7 @@ def _find_row_tile(config: ModelConfig) -> int:
 
 def _rows_are_independent(random: np.random.Generator, tile: int, inner: int, outer: int) -> bool:
     x = random.standard_normal((tile, inner), np.float32)
-    w = random.standard_normal((outer, inner), np.float32)
-    straight = np.matmul(x[None], w.T)[0]
+    w = random.standard_normal((inner, outer), np.float32)
+    straight = np.matmul(x[None], w)[0]
     orders = [np.roll(np.arange(tile), shift) for shift in (1, 3, tile // 2)] + [random.permutation(tile)]
-    return all(np.array_equal(np.matmul(x[order][None], w.T)[0], straight[order]) for order in orders)
+    return all(np.array_equal(np.matmul(x[order][None], w)[0], straight[order]) for order in orders)

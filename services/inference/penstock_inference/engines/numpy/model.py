@@ -202,7 +202,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block's weights, float32; matrices are (out, in), stacked where one product computes several."""
+    """One block's weights, float32; matrices are (in, out), which BLAS multiplies fastest, side by side where one product
+    computes several."""
 
     attn_norm: Array
     qkv: Array
@@ -221,9 +222,11 @@ class Weights:
     """All weights of one policy version."""
 
     embed: Array
+    """(vocab, hidden)."""
     layers: tuple[Layer, ...]
     final_norm: Array
     head: Array
+    """(hidden, vocab)."""
     tensors: Mapping[str, Array]
     """The same numbers by published name (views where the engine stacks them)."""
 
@@ -259,11 +262,13 @@ class Weights:
             return named[name]
 
         def stack(*names: str) -> Array:
-            whole = np.concatenate([np.asarray(tensors[name], dtype=np.float32) for name in names])
+            """Vectors end to end, or matrices transposed and side by side."""
+            whole = np.ascontiguousarray(np.concatenate([np.asarray(tensors[n], dtype=np.float32) for n in names]).T)
             start = 0
             for name in names:
-                named[name] = whole[start : start + shapes[name][0]]
-                start += shapes[name][0]
+                stop = start + shapes[name][0]
+                named[name] = whole[..., start:stop].T
+                start = stop
             return whole
 
         def layer(n: int) -> Layer:
@@ -278,17 +283,17 @@ class Weights:
                 qkv=stack(*(name + ".weight" for name in qkv)),
                 qkv_bias=stack(*(name + ".bias" for name in qkv)) if config.qkv_bias else None,
                 qk_norm=qk_norm,
-                out=take(p + "self_attn.o_proj.weight"),
+                out=stack(p + "self_attn.o_proj.weight"),
                 out_bias=take(p + "self_attn.o_proj.bias") if config.out_bias else None,
                 mlp_norm=take(p + "post_attention_layernorm.weight"),
                 gate_up=stack(p + "mlp.gate_proj.weight", p + "mlp.up_proj.weight"),
-                down=take(p + "mlp.down_proj.weight"),
+                down=stack(p + "mlp.down_proj.weight"),
             )
 
         embed = take("model.embed_tokens.weight")
         layers = tuple(layer(n) for n in range(config.layers))
         final_norm = take("model.norm.weight")
-        head = embed if config.tied_embeddings else take("lm_head.weight")
+        head = np.ascontiguousarray(embed.T) if config.tied_embeddings else stack("lm_head.weight")
         return cls(embed=embed, layers=layers, final_norm=final_norm, head=head, tensors=named)
 
     @classmethod

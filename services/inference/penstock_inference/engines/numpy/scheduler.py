@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,8 +35,9 @@ from penstock_inference.engines.numpy.decoder import Chunk, Decoder, KVCache
 from penstock_inference.engines.numpy.model import Array, ModelConfig, Weights
 from penstock_inference.engines.numpy.sampling import (
     Floats,
-    Noise,
+    Uniforms,
     apply_penalties,
+    draw,
     filter_logprobs,
     log_softmax,
     top_logprobs,
@@ -65,13 +66,13 @@ class Sequence:
     first_token_at: float = 0.0
     slot: int = -1
     cached: int = 0
-    count: int = 0
-    noise: Noise | None = None
-    token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
-    logprobs: Logprobs = field(default_factory=lambda: np.empty(0, np.float32))
-    spans: list[VersionSpan] = field(default_factory=list)
-    top_ids: list[TokenIds] = field(default_factory=list)
-    top_logprobs: list[Logprobs] = field(default_factory=list)
+    uniforms: Uniforms | None = None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    version_starts: list[tuple[int, int]] = field(default_factory=list)
+    """(policy version, index of the first token that it sampled), one for each change."""
+    top: list[tuple[TokenIds, Logprobs]] = field(default_factory=list)
+    scores: list[Logprobs] = field(default_factory=list)
     stop_ids: frozenset[int] = frozenset()
 
     @property
@@ -81,18 +82,15 @@ class Sequence:
 
     def record(self, token: int, logprob: float, version: int) -> None:
         """Append one sampled token."""
-        if self.count == self.token_ids.size:
-            size = min(max(32, 2 * self.count), self.request.sampling.max_tokens)
-            self.token_ids = np.concatenate([self.token_ids, np.zeros(size - self.count, np.int32)])
-            self.logprobs = np.concatenate([self.logprobs, np.zeros(size - self.count, np.float32)])
-        self.token_ids[self.count] = token
-        self.logprobs[self.count] = logprob
-        last = self.spans[-1] if self.spans else None
-        if last is not None and last.policy_version == version:
-            self.spans[-1] = VersionSpan(version, last.start, self.count + 1)
-        else:
-            self.spans.append(VersionSpan(version, self.count, self.count + 1))
-        self.count += 1
+        if not self.version_starts or self.version_starts[-1][0] != version:
+            self.version_starts.append((version, len(self.token_ids)))
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+
+    def spans(self) -> tuple[VersionSpan, ...]:
+        """Which version sampled which tokens."""
+        ends = [start for _, start in self.version_starts[1:]] + [len(self.token_ids)]
+        return tuple(VersionSpan(v, start, end) for (v, start), end in zip(self.version_starts, ends, strict=True))
 
 
 class Scheduler:
@@ -144,10 +142,10 @@ class Scheduler:
         self.weights, self.version, self.label = weights, version, label
         self._slots.weights_changed()
         for slot, sequence in self._running.items():
-            if not sequence.count:
+            if not sequence.token_ids:
                 self._slots.restart(slot, version)
                 sequence.cached = 0
-                sequence.logprobs = sequence.logprobs[:0]
+                sequence.scores.clear()
 
     def abort(self, chosen: Callable[[Sequence], bool]) -> list[tuple[Sequence, Event]]:
         """End every sequence for which `chosen` holds, queued or running."""
@@ -201,7 +199,7 @@ class Scheduler:
                 continue
             sequence.slot, sequence.cached = placement.slot, placement.reused
             sequence.admitted_at = time.monotonic()
-            sequence.noise = Noise(sequence.seed, self._config.vocab_size)
+            sequence.uniforms = Uniforms(sequence.seed)
             self._running[placement.slot] = sequence
             self._counts["cached_tokens"] += placement.reused
             if sequence.request.stream and sequence.score_temperature is None:
@@ -220,14 +218,20 @@ class Scheduler:
         return None
 
     def _plan(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
-        """Sequences that decode one token (by slot), and how many prompt tokens each other one computes."""
+        """Sequences that compute one token and then sample (by slot), and how many prompt tokens each other one computes.
+
+        A prompt with one token left, the rest of it cached, is like a decoding sequence and shares its products.
+        """
         decoding: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
         budget = PREFILL_TOKENS_PER_STEP
         prefilling: list[Sequence] = []
         for slot in sorted(self._running):
             sequence = self._running[slot]
-            (decoding if sequence.count else prefilling).append(sequence)
+            last = bool(sequence.token_ids) or (
+                sequence.score_temperature is None and self._slots.written[slot] == sequence.prompt.size - 1
+            )
+            (decoding if last else prefilling).append(sequence)
         for sequence in sorted(prefilling, key=lambda s: s.admitted_at):
             tokens = min(budget, sequence.prompt.size - int(self._slots.written[sequence.slot]))
             if tokens:
@@ -247,6 +251,7 @@ class Scheduler:
             pieces.append(Chunk(sequence.slot, start, sequence.prompt[start : start + tokens]))
         hidden = self._decoder.forward(self.weights, self._cache, slots.ids[rows, positions], positions, rows, pieces)
         slots.written[rows] += 1
+        self._counts["prompt_tokens"] += sum(not s.token_ids for s in decoding)
         ready = list(decoding)
         ready_rows = list(range(len(decoding)))
         row = len(decoding)
@@ -267,34 +272,43 @@ class Scheduler:
         # Padding keeps each row's arithmetic in whole vector lanes, wherever the row is.
         wide = np.full((len(ready), self._padded_vocab), -np.inf)
         wide[:, :vocab] = logits
-        finite = np.isfinite(logits).all(axis=1)
-        wide[~finite, :vocab] = 0.0
+        finite = np.isfinite(logits.sum(axis=1))
+        if not finite.all():
+            wide[~finite, :vocab] = 0.0
         temperatures = np.ones((len(ready), 1))
-        noise = np.zeros((len(ready), vocab))
+        uniforms = np.zeros(len(ready))
+        greedy: list[int] = []
+        filtered: list[int] = []
         for n, sequence in enumerate(ready):
             sampling = sequence.request.sampling
             if sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
-                apply_penalties(wide[n, :vocab], sampling, sequence.prompt, sequence.token_ids[: sequence.count])
-            if sequence.count < sampling.min_tokens and sequence.stop_ids:
+                apply_penalties(wide[n, :vocab], sampling, sequence.prompt, np.array(sequence.token_ids, np.int32))
+            if sampling.min_tokens > len(sequence.token_ids) and sequence.stop_ids:
                 wide[n, sorted(sequence.stop_ids)] = -np.inf
-            if sampling.temperature > 0 and sequence.noise is not None:
+            if sampling.temperature == 0:
+                greedy.append(n)
+            elif sequence.uniforms is not None:
                 temperatures[n] = sampling.temperature
-                noise[n] = sequence.noise.row()
+                uniforms[n] = sequence.uniforms.next()
+                if sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0:
+                    filtered.append(n)
         wide /= temperatures
-        logprobs = log_softmax(wide)[:, :vocab]
-        for n, sequence in enumerate(ready):
-            sampling = sequence.request.sampling
-            if sampling.temperature > 0 and (sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0):
-                logprobs[n] = filter_logprobs(logprobs[n], sampling.top_k, sampling.top_p, sampling.min_p)
-        tokens = (logprobs + noise).argmax(axis=1)
-        chosen = logprobs[np.arange(len(ready)), tokens]
-        for n, sequence in enumerate(ready):
+        logprobs = log_softmax(wide)
+        for n in filtered:
+            sampling = ready[n].request.sampling
+            logprobs[n, :vocab] = filter_logprobs(logprobs[n, :vocab], sampling.top_k, sampling.top_p, sampling.min_p)
+        tokens = draw(logprobs, uniforms)
+        for n in greedy:
+            tokens[n] = logprobs[n].argmax()
+        chosen = logprobs[np.arange(len(ready)), tokens].tolist()
+        self._counts["sampled_tokens"] += len(ready)
+        for n, token in enumerate(tokens.tolist()):
             if finite[n]:
-                self._take(sequence, int(tokens[n]), float(chosen[n]), logprobs[n], events)
+                self._take(ready[n], token, chosen[n], logprobs[n, :vocab], events)
             else:
-                self._fail(sequence, events)
+                self._fail(ready[n], events)
         counted = self._tokens_by_version
-        counted[self.version] = counted.get(self.version, 0) + int(finite.sum())
+        counted[self.version] = counted.get(self.version, 0) + len(ready)
         if len(counted) > _REMEMBERED_VERSIONS:
             del counted[min(counted)]
 
@@ -302,36 +316,28 @@ class Scheduler:
         self, sequence: Sequence, token: int, logprob: float, row: Floats, events: list[tuple[Sequence, Event]]
     ) -> None:
         """Append a sampled token, tell about it, and end the sequence if it was the last."""
-        request = sequence.request
-        if not sequence.count:
+        request, sampling = sequence.request, sequence.request.sampling
+        if not sequence.token_ids:
             sequence.first_token_at = time.monotonic()
         sequence.record(token, logprob, self.version)
-        self._counts["sampled_tokens"] += 1
-        if request.sampling.top_logprobs:
-            ids, values = top_logprobs(row, request.sampling.top_logprobs)
-            sequence.top_ids.append(ids)
-            sequence.top_logprobs.append(values)
+        if sampling.top_logprobs:
+            sequence.top.append(top_logprobs(row, sampling.top_logprobs))
         if request.stream:
-            last = slice(sequence.count - 1, sequence.count)
-            events.append(
-                (
-                    sequence,
-                    Delta(
-                        sequence.token_ids[last].copy(),
-                        sequence.logprobs[last].copy(),
-                        self.version,
-                        _top(sequence.top_ids[-1:], sequence.top_logprobs[-1:]),
-                    ),
-                )
-            )
-        stopped = token in sequence.stop_ids
-        if stopped or sequence.count == request.sampling.max_tokens:
-            self._counts["finished"] += 1
-            self._let_go(sequence)
-            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-            events.append((sequence, self._done(sequence, reason, token if stopped else None)))
+            ids, values = np.array([token], np.int32), np.array([logprob], np.float32)
+            events.append((sequence, Delta(ids, values, self.version, _stack_top(sequence.top[-1:]))))
+        if token in sequence.stop_ids:
+            self._finish(sequence, FinishReason.STOP, token, events)
+        elif len(sequence.token_ids) == sampling.max_tokens:
+            self._finish(sequence, FinishReason.LENGTH, None, events)
         else:
-            self._slots.ids[sequence.slot, sequence.prompt.size + sequence.count - 1] = token
+            self._slots.ids[sequence.slot, sequence.prompt.size + len(sequence.token_ids) - 1] = token
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, stop: int | None, events: list[tuple[Sequence, Event]]
+    ) -> None:
+        self._counts["finished"] += 1
+        self._let_go(sequence)
+        events.append((sequence, self._done(sequence, reason, stop)))
 
     def _score(self, sequence: Sequence, hidden: Array, events: list[tuple[Sequence, Event]]) -> None:
         """Logprobs of the tokens that follow each row of this piece of the prompt."""
@@ -344,12 +350,12 @@ class Scheduler:
         wide = np.full((targets.size, self._padded_vocab), -np.inf)
         wide[:, : self._config.vocab_size] = logits
         wide /= sequence.score_temperature or 1.0
-        logprobs = log_softmax(wide)[np.arange(targets.size), targets].astype(np.float32)
-        sequence.logprobs = np.concatenate([sequence.logprobs, logprobs])
+        logprobs = log_softmax(wide)[np.arange(targets.size), targets]
+        sequence.scores.append(logprobs.astype(np.float32))
         if done == sequence.prompt.size:
             self._counts["finished"] += 1
             self._let_go(sequence)
-            events.append((sequence, Scores(sequence.logprobs, self.version)))
+            events.append((sequence, Scores(np.concatenate(sequence.scores), self.version)))
 
     def _fail(self, sequence: Sequence, events: list[tuple[Sequence, Event]]) -> None:
         """The weights gave a number that is not finite: nothing to sample from, and a slot that must not spread it."""
@@ -378,18 +384,17 @@ class Scheduler:
         first = sequence.first_token_at or now
         return Done(
             finish_reason=reason,
-            token_ids=sequence.token_ids[: sequence.count].copy(),
-            logprobs=sequence.logprobs[: sequence.count].copy(),
-            version_spans=tuple(sequence.spans),
+            token_ids=np.array(sequence.token_ids, np.int32),
+            logprobs=np.array(sequence.logprobs, np.float32),
+            version_spans=sequence.spans(),
             stop_token_id=stop_token_id,
             prompt_tokens=sequence.prompt.size,
             cached_tokens=sequence.cached,
             timings=Timings(admitted - sequence.queued_at, first - admitted, now - first),
             seed=sequence.seed,
-            top=_top(sequence.top_ids, sequence.top_logprobs),
+            top=_stack_top(sequence.top),
         )
 
 
-def _top(ids: Iterable[TokenIds], logprobs: Iterable[Logprobs]) -> TopLogprobs | None:
-    rows = list(ids)
-    return TopLogprobs(np.stack(rows), np.stack(list(logprobs))) if rows else None
+def _stack_top(top: list[tuple[TokenIds, Logprobs]]) -> TopLogprobs | None:
+    return TopLogprobs(np.stack([ids for ids, _ in top]), np.stack([values for _, values in top])) if top else None
