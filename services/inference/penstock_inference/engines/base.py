@@ -148,7 +148,9 @@ class GenerateRequest:
     stream: bool = True
     """False: no `Started` and no `Delta`, everything in `Done`."""
     min_policy_version: int | None = None
+    """Wait in the queue until a version at least this is in force."""
     exact_policy_version: int | None = None
+    """Refuse when another version is in force at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,8 @@ class EngineStats:
     running: int = 0
     waiting: int = 0
     slots: int = 0
+    cache_use: float = 0.0
+    """Share of the key-value cache in use, 0 to 1."""
     policy_version: int = 0
     paused: bool = False
     steps: int = 0
@@ -256,8 +260,9 @@ class Engine(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
         """Sample a completion. Closing the iterator aborts.
 
-        Raises InvalidArgument before anything starts when a value is out of range, FailedPrecondition when the version
-        asked for is not the one loaded, AlreadyExists when `request_id` is in flight.
+        Raises InvalidArgument before anything starts when a value is out of range, FailedPrecondition
+        (POLICY_VERSION_UNAVAILABLE) when exactly another version was asked for, AlreadyExists (REQUEST_IN_FLIGHT),
+        ResourceExhausted (QUEUE_FULL).
         """
         ...
 
@@ -280,7 +285,10 @@ class Engine(Protocol):
         ...
 
     async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
-        """Open the one update that may be open. Raises FailedPrecondition when `version` is not newer."""
+        """Open the one update that may be open.
+
+        Raises Aborted (UPDATE_IN_PROGRESS) when one is, FailedPrecondition (POLICY_VERSION_NOT_NEWER).
+        """
         ...
 
     async def push_tensors(self, tensors: Tensors) -> None:
@@ -311,6 +319,8 @@ class EngineOptions:
     model_dir: Path
     model_name: str
     max_concurrency: int = 64
+    max_waiting: int = 4096
+    """Requests that may queue; more are refused (QUEUE_FULL)."""
     max_context_tokens: int = 4096
     kv_cache_bytes: int = 1 << 30
     extra: Mapping[str, str] = field(default_factory=dict)

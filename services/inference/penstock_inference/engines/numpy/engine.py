@@ -18,7 +18,16 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import numpy as np
-from penstock_chassis.errors import AlreadyExists, FailedPrecondition, Internal, PenstockError, Unavailable, Violation
+from penstock_chassis.errors import (
+    Aborted,
+    AlreadyExists,
+    FailedPrecondition,
+    Internal,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+    Violation,
+)
 from threadpoolctl import threadpool_limits
 
 from penstock_inference.engines.base import (
@@ -81,6 +90,7 @@ class NumpyEngine:
         self._model = options.model_name
         self._max_context = min(options.max_context_tokens, config.max_position)
         per_slot = KVCache.bytes_per_slot(config, self._max_context)
+        self._max_waiting = options.max_waiting
         self._slots = min(options.max_concurrency, options.kv_cache_bytes // per_slot)
         if self._slots < 1:
             raise FailedPrecondition(
@@ -222,13 +232,13 @@ class NumpyEngine:
     async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
         """Open the one update that may be open."""
         if self._update is not None:
-            raise FailedPrecondition("an update is open", reason="UPDATE_IN_PROGRESS", retry_after_s=1.0)
+            raise Aborted("another update is open", reason="UPDATE_IN_PROGRESS", retry_after_s=1.0)
         loaded = self._scheduler.version
         if version <= loaded:
             raise FailedPrecondition(
-                f"policy version {version} is not newer than {loaded}, which is loaded",
+                f"policy version {version} is not newer than {loaded}, which is in force",
                 reason="POLICY_VERSION_NOT_NEWER",
-                metadata={"loaded": str(loaded)},
+                metadata={"policy_version": str(loaded)},
             )
         self._update = _Update(version, label, update_format, {})
 
@@ -307,6 +317,10 @@ class NumpyEngine:
     async def _follow(self, sequence: Sequence) -> AsyncIterator[GenerateEvent | Scores]:
         """Submit, yield until the end, abort when left early."""
         self._check_alive()
+        if len(self._streams) >= self._slots + self._max_waiting:
+            raise ResourceExhausted(
+                f"{self._slots} requests run and {self._max_waiting} wait", reason="QUEUE_FULL", retry_after_s=1.0
+            )
         events: asyncio.Queue[Event] = asyncio.Queue()
         self._streams[sequence] = events
         self._inbox.put(lambda: self._scheduler.submit(sequence))

@@ -235,26 +235,11 @@ class Weights:
         """From tensors by published name, copied to float32.
 
         With tied embeddings a `lm_head.weight` is the embedding under a second name and is not looked at.
-        Raises InvalidArgument naming every missing, unknown, misshapen or non-finite tensor.
+        Raises FailedPrecondition (TENSOR_MISSING, TENSOR_UNKNOWN, TENSOR_SHAPE) or InvalidArgument (TENSOR_NOT_FINITE),
+        naming every tensor at fault.
         """
         shapes = config.tensor_shapes()
-        violations = [Violation(name, "missing") for name in shapes if name not in tensors]
-        for name, tensor in tensors.items():
-            if name not in shapes:
-                if not (name == "lm_head.weight" and config.tied_embeddings) and not name.endswith(
-                    "rotary_emb.inv_freq"
-                ):
-                    violations.append(Violation(name, "not a tensor of this model"))
-            elif tuple(tensor.shape) != shapes[name]:
-                violations.append(Violation(name, f"has shape {tuple(tensor.shape)}, the model's is {shapes[name]}"))
-            elif not bool(np.isfinite(tensor).all()):
-                violations.append(Violation(name, "holds a value that is not finite"))
-        if violations:
-            raise InvalidArgument(
-                f"the weights do not fit the model: {violations[0].field} {violations[0].description}",
-                reason="WEIGHTS_INVALID",
-                violations=violations,
-            )
+        _check_tensors(config, shapes, tensors)
         named: dict[str, Array] = {}
 
         def take(name: str) -> Array:
@@ -335,6 +320,33 @@ def parse_safetensors(data: bytes) -> dict[str, NDArray[Any]]:
         # A bfloat16 is the upper half of a float32.
         tensors[name] = (array.astype(np.uint32) << 16).view(np.float32) if entry["dtype"] == "BF16" else array
     return tensors
+
+
+def _check_tensors(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, NDArray[Any]]
+) -> None:
+    missing = [Violation(name, "is missing") for name in shapes if name not in tensors]
+    unknown: list[Violation] = []
+    misshapen: list[Violation] = []
+    infinite: list[Violation] = []
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            if not (name == "lm_head.weight" and config.tied_embeddings) and not name.endswith("rotary_emb.inv_freq"):
+                unknown.append(Violation(name, "is not a tensor of this model"))
+        elif tuple(tensor.shape) != shapes[name]:
+            misshapen.append(Violation(name, f"has shape {tuple(tensor.shape)}, the model's is {shapes[name]}"))
+        elif not bool(np.isfinite(tensor).all()):
+            infinite.append(Violation(name, "holds a value that is not finite"))
+    for reason, violations in (
+        ("TENSOR_MISSING", missing),
+        ("TENSOR_UNKNOWN", unknown),
+        ("TENSOR_SHAPE", misshapen),
+        ("TENSOR_NOT_FINITE", infinite),
+    ):
+        if violations:
+            kind = InvalidArgument if violations is infinite else FailedPrecondition
+            first = f"{violations[0].field} {violations[0].description}"
+            raise kind(f"the weights do not fit the model: {first}", reason=reason, violations=violations)
 
 
 def _unsupported(what: str) -> Unsupported:

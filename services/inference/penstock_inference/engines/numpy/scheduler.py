@@ -104,6 +104,8 @@ class Scheduler:
         self._cache = KVCache(config, slots, max_tokens)
         self._slots = Slots(self._cache, slots, max_tokens)
         self._waiting: deque[Sequence] = deque()
+        self._early: list[Sequence] = []
+        """Those that wait for a policy version to come."""
         self._running: dict[int, Sequence] = {}
         """By slot."""
         self._padded_vocab = -(-config.vocab_size // _LANES) * _LANES
@@ -134,7 +136,7 @@ class Scheduler:
         sequence.stop_ids = frozenset(sequence.request.sampling.stop_token_ids)
         if not sequence.request.sampling.ignore_eos:
             sequence.stop_ids |= frozenset(self._config.stop_token_ids)
-        self._waiting.append(sequence)
+        self._queue(sequence)
 
     def replace_weights(self, weights: Weights, version: int, label: str) -> None:
         """Swap the policy. Sequences that sampled something go on with the keys and values that they have; prompts
@@ -146,11 +148,15 @@ class Scheduler:
                 self._slots.restart(slot, version)
                 sequence.cached = 0
                 sequence.scores.clear()
+        early, self._early = self._early, []
+        for sequence in early:
+            self._queue(sequence)
 
     def abort(self, chosen: Callable[[Sequence], bool]) -> list[tuple[Sequence, Event]]:
         """End every sequence for which `chosen` holds, queued or running."""
-        ended = [s for s in (*self._running.values(), *self._waiting) if chosen(s)]
+        ended = [s for s in (*self._running.values(), *self._waiting, *self._early) if chosen(s)]
         self._waiting = deque(s for s in self._waiting if not chosen(s))
+        self._early = [s for s in self._early if not chosen(s)]
         self._counts["aborted"] += len(ended)
         for sequence in ended:
             self._let_go(sequence)
@@ -160,9 +166,10 @@ class Scheduler:
         """Counters and gauges."""
         return EngineStats(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len(self._waiting) + len(self._early),
             slots=self._stats.slots,
             policy_version=self.version,
+            cache_use=self._slots.use(),
             paused=self.frozen or not self.admitting,
             busy_s=self._busy_s,
             tokens_by_version=dict(self._tokens_by_version),
@@ -206,16 +213,18 @@ class Scheduler:
                 events.append((sequence, Started(self.version, placement.reused)))
         self._waiting.extendleft(reversed(held))
 
+    def _queue(self, sequence: Sequence) -> None:
+        least = sequence.request.min_policy_version
+        (self._early if least is not None and least > self.version else self._waiting).append(sequence)
+
     def _version_refusal(self, request: GenerateRequest) -> PenstockError | None:
-        exact, least = request.exact_policy_version, request.min_policy_version
-        if (exact is not None and exact != self.version) or (least is not None and self.version < least):
-            wanted = f"exactly {exact}" if exact is not None else f"at least {least}"
-            return FailedPrecondition(
-                f"policy version {wanted} was asked for and {self.version} is loaded",
-                reason="POLICY_VERSION_NOT_LOADED",
-                metadata={"loaded": str(self.version)},
-            )
-        return None
+        if request.exact_policy_version in (None, self.version):
+            return None
+        return FailedPrecondition(
+            f"policy version {request.exact_policy_version} was asked for and {self.version} is in force",
+            reason="POLICY_VERSION_UNAVAILABLE",
+            metadata={"policy_version": str(self.version)},
+        )
 
     def _plan(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
         """Sequences that compute one token and then sample (by slot), and how many prompt tokens each other one computes.

@@ -48,6 +48,10 @@ class Slots:
         """Slots that no sequence has."""
         return int((~self._busy).sum())
 
+    def use(self) -> float:
+        """Share of the cache that running sequences have written, 0 to 1."""
+        return float(self.written[self._busy].sum()) / self.ids.size
+
     def place(self, prompt: NDArray[np.int32], version: int, reuse: bool = True) -> Placement | None:
         """Take a slot for a prompt, with the longest known prefix in it; None when it is better to wait.
 
