@@ -182,9 +182,8 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def _silu(x: Array) -> Array:
-    # exp overflows to inf for very negative x, and x / inf is the right limit.
-    with np.errstate(over="ignore"):
-        out: Array = x / (np.float32(1) + np.exp(-x))
+    # For a very negative x the exponential overflows to inf, and x / inf is the right limit.
+    out: Array = x / (np.float32(1) + np.exp(-x))
     return out
 
 

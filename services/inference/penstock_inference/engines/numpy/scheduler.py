@@ -89,8 +89,9 @@ class Sequence:
 
     def spans(self) -> tuple[VersionSpan, ...]:
         """Which version sampled which tokens."""
-        ends = [start for _, start in self.version_starts[1:]] + [len(self.token_ids)]
-        return tuple(VersionSpan(v, start, end) for (v, start), end in zip(self.version_starts, ends, strict=True))
+        starts = self.version_starts
+        ends = [start for _, start in starts[1:]] + [len(self.token_ids)]
+        return tuple(VersionSpan(version, start, ends[n]) for n, (version, start) in enumerate(starts))
 
 
 class Scheduler:
@@ -184,7 +185,9 @@ class Scheduler:
             self._admit(events)
         decoding, chunks = self._plan()
         if decoding or chunks:
-            self._compute(decoding, chunks, events)
+            # Diverged weights overflow; what comes of it is checked where it matters, on the logits.
+            with np.errstate(all="ignore"):
+                self._compute(decoding, chunks, events)
             self._counts["steps"] += 1
         self._busy_s += time.monotonic() - began
         return events
