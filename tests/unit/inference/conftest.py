@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.numpy import ModelConfig, NumpyEngine, Weights
 from penstock_inference.testing import random_config, random_tensors

@@ -1,16 +1,20 @@
 """The numpy engine's forward pass against the papers' formulas."""
 
+import json
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import save
+
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unsupported
 from penstock_inference.engines.numpy.decoder import Chunk, Decoder, KVCache
-from penstock_inference.engines.numpy.model import ModelConfig, Weights, parse_safetensors
+from penstock_inference.engines.numpy.model import ModelConfig, Weights
+from penstock_inference.safetensors_file import parse_safetensors
 from penstock_inference.testing import FAMILIES, random_config, random_tensors, write_model
-from safetensors.numpy import save
 
 NONE = np.empty(0, np.int64)
 
@@ -123,12 +127,9 @@ def test_a_token_has_the_same_bits_decoded_in_a_batch_as_prefilled_alone(family:
 def test_weights_load_from_every_published_dtype(dtype: str, tmp_path: Any) -> None:
     """R82: what is on disk is what is computed with."""
     raw = random_config("qwen2")
-    config, tensors, _ = build(raw)
+    _config, tensors, _ = build(raw)
     if dtype == "bfloat16":
         # Cut each float32 to its upper half, and write the file by hand: numpy has no bfloat16.
-        import json
-        import struct
-
         header, body = {}, b""
         for name, tensor in tensors.items():
             half = (tensor.view(np.uint32) >> 16).astype("<u2")

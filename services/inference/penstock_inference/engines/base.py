@@ -11,8 +11,8 @@ Invariants an engine keeps
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,6 +95,8 @@ class EngineInfo:
     max_concurrency: int
     stop_token_ids: tuple[int, ...]
     """Sampling one of these ends a generation unless `Sampling.ignore_eos`."""
+    sampling_fields: tuple[str, ...]
+    """Names of the `Sampling` fields that take effect."""
     dtype: str
     parameter_count: int
     logprobs_mode: LogprobsMode
@@ -114,7 +116,7 @@ class Sampling:
     max_tokens: int
     """Most tokens to sample, >= 1."""
     temperature: float = 1.0
-    """>= 0; 0 is greedy, and then logprobs are those of the unfiltered distribution at temperature 1."""
+    """In [0, 5]; 0 is greedy, and then logprobs are those of the unfiltered distribution at temperature 1."""
     top_p: float = 1.0
     """In (0, 1]."""
     top_k: int = 0
@@ -135,6 +137,10 @@ class Sampling:
     frequency_penalty: float = 0.0
     top_logprobs: int = 0
     """Alternatives to report per sampled token, most likely first; 0 to 20."""
+
+
+SAMPLING_FIELDS = tuple(each.name for each in fields(Sampling) if each.name != "ignore_eos")
+"""All of them, as a caller may name them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +232,16 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdatePhases:
+    """Where the seconds of a commit went."""
+
+    load_s: float
+    """Checking and laying out the tensors, while generation goes on."""
+    pause_s: float
+    """From the wish to stop sampling until the new weights were in force."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the engine opened, and gauges of now."""
 
@@ -257,8 +273,8 @@ class Engine(Protocol):
         """What this engine is, now."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
-        """Sample a completion. Closing the iterator aborts.
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """Sample a completion. Closing the iterator aborts; one that is left early is closed (`contextlib.aclosing`).
 
         Raises InvalidArgument before anything starts when a value is out of range, FailedPrecondition
         (POLICY_VERSION_UNAVAILABLE) when exactly another version was asked for, AlreadyExists (REQUEST_IN_FLIGHT),
@@ -295,8 +311,11 @@ class Engine(Protocol):
         """Add tensors, in the model's published names, to the open update."""
         ...
 
-    async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> None:
-        """Check the update whole, then swap weights and version between two steps. On any error nothing changed."""
+    async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> UpdatePhases:
+        """Check the update whole, then swap weights and version between two steps.
+
+        On any error nothing changed; either way the update is no longer open.
+        """
         ...
 
     async def abort_update(self) -> None:

@@ -161,13 +161,15 @@ class Decoder:
 
     def _product(self, x: Array, w: Array) -> Array:
         """x (rows, in) times w (in, out), one fixed-shape GEMM per tile of rows."""
-        return np.matmul(x.reshape(-1, self.row_tile, x.shape[1]), w).reshape(x.shape[0], w.shape[1])
+        out: Array = np.matmul(x.reshape(-1, self.row_tile, x.shape[1]), w).reshape(x.shape[0], w.shape[1])
+        return out
 
     def _norm(self, x: Array, weight: Array) -> Array:
-        mean = np.add.reduce(x * x, axis=-1, keepdims=True)
+        mean: Array = np.add.reduce(x * x, axis=-1, keepdims=True)
         mean /= np.float32(x.shape[-1])
         mean += np.float32(self._config.norm_eps)
-        normed: Array = x / np.sqrt(mean)
+        np.sqrt(mean, out=mean)
+        normed: Array = np.divide(x, mean)
         normed *= weight
         return normed
 
@@ -183,7 +185,9 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 def _silu(x: Array) -> Array:
     # For a very negative x the exponential overflows to inf, and x / inf is the right limit.
-    out: Array = x / (np.float32(1) + np.exp(-x))
+    divisor: Array = np.exp(-x)
+    divisor += np.float32(1)
+    out: Array = np.divide(x, divisor)
     return out
 
 
@@ -201,7 +205,7 @@ def _attend(queries: Array, keys: Array, values: Array, group: _AttentionGroup) 
     totals = np.add.reduce(scores, axis=-1)
     # In order, block by block: numpy's own reduction would associate differently for different lengths. The leading
     # zero makes a lone -0.0 the same +0.0 that adding a masked block would make it.
-    out = weighted[:, :, 0] + np.float32(0)
+    out: Array = weighted[:, :, 0] + np.float32(0)
     total = totals[:, :, 0] + np.float32(0)
     for block in range(1, group.blocks):
         out += weighted[:, :, block]

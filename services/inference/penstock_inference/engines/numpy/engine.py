@@ -12,12 +12,16 @@ import dataclasses
 import logging
 import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Sequence_
+from contextlib import aclosing
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
+from threadpoolctl import threadpool_limits
+
 from penstock_chassis.errors import (
     Aborted,
     AlreadyExists,
@@ -28,10 +32,10 @@ from penstock_chassis.errors import (
     Unavailable,
     Violation,
 )
-from threadpoolctl import threadpool_limits
-
 from penstock_inference.engines.base import (
+    SAMPLING_FIELDS,
     Capabilities,
+    Delta,
     Done,
     EngineInfo,
     EngineOptions,
@@ -44,7 +48,9 @@ from penstock_inference.engines.base import (
     Scores,
     Tensors,
     TokenIds,
+    TopLogprobs,
     UpdateFormat,
+    UpdatePhases,
 )
 from penstock_inference.engines.numpy.decoder import KVCache
 from penstock_inference.engines.numpy.model import ModelConfig, Weights
@@ -128,7 +134,7 @@ class NumpyEngine:
         self._thread = threading.Thread(target=self._run, name="penstock-numpy-engine", daemon=True)
         self._thread.start()
 
-    async def __aenter__(self) -> NumpyEngine:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -145,6 +151,7 @@ class NumpyEngine:
             max_context_tokens=self._max_context,
             max_concurrency=self._slots,
             stop_token_ids=self._config.stop_token_ids,
+            sampling_fields=SAMPLING_FIELDS,
             dtype="float32",
             parameter_count=self._config.parameter_count,
             logprobs_mode=LogprobsMode.PROCESSED,
@@ -158,7 +165,7 @@ class NumpyEngine:
         """Counters and gauges, of the last finished step."""
         return self._scheduler.stats()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
         """Sample a completion; closing the iterator aborts it."""
         self._check(request)
         seed = request.sampling.seed
@@ -167,9 +174,10 @@ class NumpyEngine:
             raise AlreadyExists(f"request {request.request_id} is in flight", reason="REQUEST_IN_FLIGHT")
         self._request_ids.add(request.request_id)
         try:
-            async for event in self._follow(sequence):
-                assert not isinstance(event, Scores)
-                yield event
+            async with aclosing(self._follow(sequence)) as events:
+                async for event in events:
+                    assert not isinstance(event, Scores)
+                    yield event
         finally:
             self._request_ids.discard(request.request_id)
 
@@ -182,9 +190,10 @@ class NumpyEngine:
         if token_ids.size < 2:
             violations.append(Violation("token_ids", "must hold at least two tokens: the first has no logprob"))
         raise_violations(violations)
-        async for event in self._follow(Sequence(request, seed=0, score_temperature=temperature)):
-            if isinstance(event, Scores):
-                return event
+        async with aclosing(self._follow(Sequence(request, seed=0, score_temperature=temperature))) as events:
+            async for event in events:
+                if isinstance(event, Scores):
+                    return event
         raise Unavailable("scoring was aborted", reason="ENGINE_ABORTED")
 
     async def abort(
@@ -252,14 +261,22 @@ class NumpyEngine:
             raise_violations([Violation("tensors", f"more than the model's {len(shapes)}")])
         update.tensors.update(tensors)
 
-    async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> None:
+    async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> UpdatePhases:
         """Check the update whole, then swap weights and version between two steps."""
-        update, self._update = self._open_update(), None
+        update = self._open_update()
+        try:
+            return await self._commit(update, mode)
+        finally:
+            self._update = None
+
+    async def _commit(self, update: _Update, mode: PauseMode) -> UpdatePhases:
+        began = time.monotonic()
         if update.update_format is UpdateFormat.DELTA:
             base = self._scheduler.weights
             weights = await asyncio.to_thread(base.merged, self._config, update.tensors)
         else:
             weights = await asyncio.to_thread(Weights.build, self._config, update.tensors)
+        loaded = time.monotonic()
         was_paused = self.stats().paused
         if mode is not PauseMode.KEEP and not was_paused:
             await self.pause(mode)
@@ -268,6 +285,7 @@ class NumpyEngine:
         finally:
             if mode is not PauseMode.KEEP and not was_paused:
                 await self.resume()
+        return UpdatePhases(load_s=loaded - began, pause_s=time.monotonic() - loaded)
 
     async def abort_update(self) -> None:
         """Drop the open update, if any."""
@@ -314,7 +332,7 @@ class NumpyEngine:
             ]
         return []
 
-    async def _follow(self, sequence: Sequence) -> AsyncIterator[GenerateEvent | Scores]:
+    async def _follow(self, sequence: Sequence) -> AsyncGenerator[GenerateEvent | Scores, None]:
         """Submit, yield until the end, abort when left early."""
         self._check_alive()
         if len(self._streams) >= self._slots + self._max_waiting:
@@ -326,12 +344,12 @@ class NumpyEngine:
         self._inbox.put(lambda: self._scheduler.submit(sequence))
         try:
             while True:
-                event = await events.get()
-                if isinstance(event, PenstockError):
-                    raise event
-                yield event
-                if isinstance(event, Done | Scores):
-                    return
+                for event in _merged(await events.get(), events):
+                    if isinstance(event, PenstockError):
+                        raise event
+                    yield event
+                    if isinstance(event, Done | Scores):
+                        return
         finally:
             if self._streams.pop(sequence, None) is not None and not self._stopping:
                 self._inbox.put(lambda: self._forget(sequence))
@@ -351,7 +369,7 @@ class NumpyEngine:
         def run() -> None:
             try:
                 result = act()
-            except Exception as error:  # the caller's, not the thread's
+            except Exception as error:  # noqa: BLE001 - the caller's, not the thread's
                 self._wake(_settle, future, None, error)
             else:
                 self._wake(_settle, future, result)
@@ -373,7 +391,7 @@ class NumpyEngine:
                             self._report_drained()
             self._abort(lambda _: True)
             self._end(Unavailable("the engine was closed", reason="ENGINE_CLOSED"))
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, nobody may wait for ever
             _log.exception("the engine's thread died")
             self._end(Internal("the engine failed; restart the inference service", reason="ENGINE_FAILED"))
 
@@ -436,6 +454,44 @@ class NumpyEngine:
         except RuntimeError:
             # The loop is closed: the process is going down and nobody is left to hear it.
             _log.debug("event loop closed before the engine")
+
+
+def _merged(first: Event, events: asyncio.Queue[Event]) -> list[Event]:
+    """What is queued by now, runs of deltas as one: a slow reader gets fewer and larger messages, nobody waits."""
+    merged: list[Event] = []
+    run: list[Delta] = []
+
+    def flush() -> None:
+        if len(run) == 1:
+            merged.append(run[0])
+        elif run:
+            tops = [delta.top for delta in run if delta.top is not None]
+            merged.append(
+                Delta(
+                    np.concatenate([delta.token_ids for delta in run]),
+                    np.concatenate([delta.logprobs for delta in run]),
+                    run[0].policy_version,
+                    TopLogprobs(
+                        np.concatenate([top.token_ids for top in tops]), np.concatenate([top.logprobs for top in tops])
+                    )
+                    if tops
+                    else None,
+                )
+            )
+        run.clear()
+
+    event = first
+    while True:
+        if not isinstance(event, Delta) or (run and run[0].policy_version != event.policy_version):
+            flush()
+        if isinstance(event, Delta):
+            run.append(event)
+        else:
+            merged.append(event)
+        if events.empty():
+            flush()
+            return merged
+        event = events.get_nowait()
 
 
 def _settle(future: asyncio.Future[_Result], result: _Result, error: Exception | None = None) -> None:

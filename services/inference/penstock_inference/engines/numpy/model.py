@@ -11,25 +11,24 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unsupported, Violation
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, deserialize
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unsupported, Violation
+from penstock_inference.safetensors_file import parse_safetensors
 
 MAX_PARAMETERS = 50_000_000
 """Above this the NumPy engine would be slow enough to mislead; it points to vLLM instead."""
 
 Array = NDArray[np.float32]
 
-_DTYPES: Mapping[str, type[np.generic]] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-
 
 class _RopeFile(BaseModel):
     model_config = ConfigDict(extra="ignore")
-    rope_type: str = Field("default", alias="rope_type")
+    rope_type: str = "default"
     rope_theta: float | None = None
 
 
@@ -62,7 +61,8 @@ class _ConfigFile(BaseModel):
 class ModelConfig:
     """Sizes and switches of one decoder."""
 
-    family: Literal["llama", "qwen2", "qwen3"]
+    family: str
+    """llama, qwen2 or qwen3."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -193,8 +193,8 @@ class ModelConfig:
         """Raises FailedPrecondition above `MAX_PARAMETERS`."""
         if self.parameter_count > MAX_PARAMETERS:
             raise FailedPrecondition(
-                f"the model has {self.parameter_count / 1e6:.0f} M parameters; the numpy engine is a reference for up to "
-                f"{MAX_PARAMETERS / 1e6:.0f} M. Use the vllm engine (PENSTOCK_INFERENCE_ENGINE=vllm).",
+                f"the model has {self.parameter_count / 1e6:.0f} M parameters; the numpy engine is a reference for up "
+                f"to {MAX_PARAMETERS / 1e6:.0f} M. Use the vllm engine (PENSTOCK_INFERENCE_ENGINE=vllm).",
                 reason="MODEL_TOO_LARGE",
                 metadata={"parameters": str(self.parameter_count), "limit": str(MAX_PARAMETERS)},
             )
@@ -202,8 +202,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block's weights, float32; matrices are (in, out), which BLAS multiplies fastest, side by side where one product
-    computes several."""
+    """One block's weights, float32; matrices are (in, out), which BLAS multiplies fastest.
+
+    Where one product computes several, they stand side by side.
+    """
 
     attn_norm: Array
     qkv: Array
@@ -296,30 +298,6 @@ class Weights:
     def merged(self, config: ModelConfig, tensors: Mapping[str, NDArray[Any]]) -> Weights:
         """These weights with some tensors replaced."""
         return Weights.build(config, {**self.tensors, **tensors})
-
-
-def parse_safetensors(data: bytes) -> dict[str, NDArray[Any]]:
-    """Tensors of a safetensors file by name: float64, float32 and float16 as they are, bfloat16 widened to float32.
-
-    Raises InvalidArgument for a malformed file or another dtype.
-    """
-    try:
-        entries = deserialize(data)
-    except (SafetensorError, ValueError) as error:
-        raise InvalidArgument(f"not a safetensors file: {error}", reason="WEIGHTS_INVALID") from error
-    tensors: dict[str, NDArray[Any]] = {}
-    for name, entry in entries:
-        dtype = _DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise InvalidArgument(
-                f"tensor {name} has dtype {entry['dtype']}; F64, F32, F16 and BF16 are read",
-                reason="WEIGHTS_INVALID",
-                violations=[Violation(name, f"dtype {entry['dtype']}")],
-            )
-        array = np.frombuffer(entry["data"], dtype=dtype).reshape(entry["shape"])
-        # A bfloat16 is the upper half of a float32.
-        tensors[name] = (array.astype(np.uint32) << 16).view(np.float32) if entry["dtype"] == "BF16" else array
-    return tensors
 
 
 def _check_tensors(

@@ -1,8 +1,8 @@
 """From logits to a token and the logprob that it really had.
 
 The distribution is computed in float64; a token is drawn from it by inverting its cumulative sum at one uniform number,
-and the logprob reported is of the very distribution that was summed. (Gumbel noise would be as exact, and needs a number
-per entry of the vocabulary instead of one: it took a quarter of a step.) The numbers come from a Philox generator of the
+and the logprob reported is of the very distribution that was summed. (Gumbel noise would be as exact, and needs one
+number per entry of the vocabulary: it took a quarter of a step.) The numbers come from a Philox generator of the
 request's own, one per token, so a seed gives the same tokens whoever else is in the batch. All functions work on rows
 that are independent of each other.
 """
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from penstock_chassis.errors import InvalidArgument, Violation
 
+from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_inference.engines.base import Sampling
 
+MAX_TEMPERATURE = 5.0
 MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 
@@ -28,7 +29,7 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> list[Violation]:
     s = sampling
     rules = (
         ("max_tokens", s.max_tokens >= 1, "must be at least 1"),
-        ("temperature", np.isfinite(s.temperature) and s.temperature >= 0, "must be finite and at least 0"),
+        ("temperature", 0 <= s.temperature <= MAX_TEMPERATURE, f"must be in [0, {MAX_TEMPERATURE}]"),
         ("top_p", 0 < s.top_p <= 1, "must be in (0, 1]"),
         ("top_k", s.top_k >= 0, "must be at least 0 (0 is off)"),
         ("min_p", 0 <= s.min_p <= 1, "must be in [0, 1]"),
@@ -62,7 +63,10 @@ def log_softmax(logits: Floats) -> Floats:
 def apply_penalties(
     logits: Floats, sampling: Sampling, prompt_ids: NDArray[np.int32], sampled: NDArray[np.int32]
 ) -> None:
-    """Change one row (vocab,) in place: repetition over prompt and completion, presence and frequency over the latter."""
+    """Change one row (vocab,) in place.
+
+    The repetition penalty counts prompt and completion, the presence and frequency penalties the completion.
+    """
     if sampling.repetition_penalty != 1.0:
         seen = np.unique(np.concatenate([prompt_ids, sampled]))
         values = logits[seen]
@@ -90,7 +94,8 @@ def filter_logprobs(logprobs: Floats, top_k: int = 0, top_p: float = 1.0, min_p:
             cumulative = np.cumsum(np.exp(log_softmax(kept[None])[0][order]))
             keep = int(np.searchsorted(cumulative, top_p)) + 1
             kept[order[keep:]] = _NEVER
-    return log_softmax(kept[None])[0]
+    result: Floats = log_softmax(kept[None])[0]
+    return result
 
 
 class Uniforms:
@@ -114,7 +119,8 @@ def draw(logprobs: Floats, uniforms: Floats) -> NDArray[np.int64]:
     total = cumulative[:, -1]
     # The sum is 1 up to rounding; stay below it so that some entry always exceeds the threshold.
     threshold = np.minimum(uniforms * total, np.nextafter(total, 0.0))
-    return (cumulative > threshold[:, None]).argmax(axis=-1)
+    tokens: NDArray[np.int64] = (cumulative > threshold[:, None]).argmax(axis=-1)
+    return tokens
 
 
 def top_logprobs(logprobs: Floats, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

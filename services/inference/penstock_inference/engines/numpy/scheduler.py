@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
 
+from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
 from penstock_inference.engines.base import (
     Delta,
     Done,
@@ -230,7 +230,7 @@ class Scheduler:
         )
 
     def _plan(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
-        """Sequences that compute one token and then sample (by slot), and how many prompt tokens each other one computes.
+        """Sequences that compute one token and then sample (by slot); the others, with how many prompt tokens of each.
 
         A prompt with one token left, the rest of it cached, is like a decoding sequence and shares its products.
         """
