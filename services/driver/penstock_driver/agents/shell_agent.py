@@ -29,13 +29,12 @@ Exit codes: 0 the model stopped calling tools; 2 bad usage or configuration; 3 t
 failing; 4 the endpoint refused the call (4xx); 5 the turn limit was reached; 6 the endpoint's reply was not understood.
 """
 
+import _json
+import _socket
 import os
 import select
 import sys
 import time
-
-import _json
-import _socket
 
 TOOL = {
     "type": "function",
@@ -87,7 +86,7 @@ class _Strict:
     strict = True
     object_hook = object_pairs_hook = None
     parse_float, parse_int, parse_constant = float, int, float
-    memo = {}
+    memo: dict[str, str] = {}
 
 
 _scan = _json.make_scanner(_Strict)
