@@ -1,28 +1,30 @@
 """An agent's own output lines, mapped to Penstock's events by the rules of its spec.
 
 Invariants: rules are JMESPath expressions that are compiled when the spec is loaded; a line that no rule matches, or
-that is not JSON, is an event of kind OUTPUT with its raw text, never lost; one malformed line cannot stop the stream;
+that is not JSON, is an event of kind OTHER with its raw text, never lost; one malformed line cannot stop the stream;
 memory is bounded by MAX_LINE_BYTES whatever the agent prints.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import jmespath
 import jmespath.exceptions
-from pydantic import BaseModel, ConfigDict, JsonValue, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue
 
 MAX_LINE_BYTES: Final = 1 << 20
-"""Longest line that is parsed; the rest of a longer one is dropped and the event says so."""
+"""Longest line that is parsed; the rest of a longer one is dropped and its event says so."""
+MAX_RAW_BYTES: Final = 64 << 10
+"""Most of a line that its event carries."""
 
 
 class EventKind(StrEnum):
-    """What an event says that the agent did. OUTPUT is a line that no rule understood."""
+    """What an event says that the agent did. OTHER is a line that no rule understood."""
 
     ASSISTANT = "assistant"
     REASONING = "reasoning"
@@ -30,102 +32,67 @@ class EventKind(StrEnum):
     TOOL_RESULT = "tool_result"
     ERROR = "error"
     DONE = "done"
-    OUTPUT = "output"
+    OTHER = "other"
 
 
-FIELDS: Final[Mapping[EventKind, frozenset[str]]] = {
-    EventKind.ASSISTANT: frozenset({"text"}),
-    EventKind.REASONING: frozenset({"text"}),
-    EventKind.TOOL_CALL: frozenset({"id", "name", "arguments"}),
-    EventKind.TOOL_RESULT: frozenset({"id", "name", "output", "exit_code", "is_error"}),
-    EventKind.ERROR: frozenset({"message"}),
-    EventKind.DONE: frozenset({"reason"}),
-}
-
-
-def _compiled(expression: str) -> Any:
+def compiled(expression: str) -> Any:
+    """Compile a JMESPath expression; ValueError says what is wrong with it."""
     try:
         return jmespath.compile(expression)
     except jmespath.exceptions.JMESPathError as error:
         raise ValueError(f"not a JMESPath expression: {expression!r}: {str(error).splitlines()[0]}") from None
 
 
-class EventRule(BaseModel):
-    """If `when` holds for a line, each item of `each` (or the line itself) gives one event of `kind`.
+def search(expression: Any, value: Any) -> Any:
+    """The expression's value, or None where `value` has another shape than the expression expects."""
+    try:
+        return expression.search(value)
+    except (jmespath.exceptions.JMESPathError, RecursionError, TypeError, ValueError):
+        return None
 
-    `fields` gives the event's fields as expressions over the item; a field whose expression is null is left out.
+
+def _compiles(expression: str) -> str:
+    compiled(expression)
+    return expression
+
+
+Expression = Annotated[str, AfterValidator(_compiles)]
+
+
+class EventRule(BaseModel):
+    """The first rule of a spec whose `when` holds for a line makes the line's event.
+
+    `fields` gives the event's data as expressions over the line; a field whose expression is null is left out. By
+    convention: `text`; `id`, `name`, `arguments`; `output`, `exit_code`, `is_error`; `message`; `reason`, and `failed`
+    in a DONE event by which the agent says that it failed, whatever its exit code.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    when: Expression
     kind: EventKind
-    when: str
-    each: str = ""
-    fields: dict[str, str] = {}
-
-    @field_validator("when")
-    @classmethod
-    def _when_compiles(cls, expression: str) -> str:
-        _compiled(expression)
-        return expression
-
-    @field_validator("each")
-    @classmethod
-    def _each_compiles(cls, expression: str) -> str:
-        if expression:
-            _compiled(expression)
-        return expression
-
-    @field_validator("fields")
-    @classmethod
-    def _fields_compile(cls, fields: dict[str, str]) -> dict[str, str]:
-        for expression in fields.values():
-            _compiled(expression)
-        return fields
-
-    def model_post_init(self, _context: Any) -> None:
-        """Refuse fields that the kind does not have."""
-        unknown = set(self.fields) - FIELDS.get(self.kind, frozenset())
-        if unknown:
-            raise ValueError(f"{self.kind} has no field {', '.join(sorted(unknown))}")
+    fields: dict[str, Expression] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class AgentEvent:
-    """One thing that the agent did; `fields` holds the keys that FIELDS lists, as far as the agent gave them."""
+    """One thing that the agent did, and the line that said so (at most MAX_RAW_BYTES of it)."""
 
     kind: EventKind
-    fields: Mapping[str, JsonValue]
-    raw: str = ""
+    data: Mapping[str, JsonValue]
+    raw_line: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    kind: EventKind
-    when: Any
-    each: Any
-    fields: tuple[tuple[str, Any], ...]
-
-
-@dataclass(slots=True)
 class EventParser:
     """Turns chunks of an agent's standard output into events; feed() as they come, finish() at the end."""
 
-    rules: tuple[EventRule, ...]
-    _compiled: tuple[_Rule, ...] = field(init=False)
-    _pending: bytearray = field(init=False, default_factory=bytearray)
-    _skipping: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        self._compiled = tuple(
-            _Rule(
-                rule.kind,
-                _compiled(rule.when),
-                _compiled(rule.each) if rule.each else None,
-                tuple((name, _compiled(expression)) for name, expression in rule.fields.items()),
-            )
-            for rule in self.rules
-        )
+    def __init__(self, rules: Sequence[EventRule]) -> None:
+        self._rules = [
+            (rule.kind, compiled(rule.when), [(name, compiled(field)) for name, field in rule.fields.items()])
+            for rule in rules
+        ]
+        self._pending = bytearray()
+        self._cut = False
 
     def feed(self, data: bytes) -> Iterator[AgentEvent]:
         """Yield the events of every line that `data` completes."""
@@ -137,48 +104,32 @@ class EventParser:
         self._append(data[start:])
 
     def finish(self) -> Iterator[AgentEvent]:
-        """Yield the events of a last line that has no end."""
-        if self._pending:
-            yield from self._take()
+        """Yield the event of a last line that has no end."""
+        yield from self._take()
 
     def _append(self, data: bytes) -> None:
         room = MAX_LINE_BYTES - len(self._pending)
-        if len(data) > room:
-            self._skipping = True
+        self._cut = self._cut or len(data) > room
         self._pending += data[:room]
 
     def _take(self) -> Iterator[AgentEvent]:
-        line, cut = bytes(self._pending), self._skipping
+        line, cut = bytes(self._pending).rstrip(b"\r"), self._cut
         self._pending.clear()
-        self._skipping = False
-        text = line.decode("utf-8", "replace").rstrip("\r")
-        if not text.strip():
+        self._cut = False
+        if not line.strip():
             return
-        events = [] if cut else self._events(text)
-        yield from events or [AgentEvent(EventKind.OUTPUT, {"truncated": True} if cut else {}, text)]
+        event = None if cut else self._parsed(line)
+        yield event or AgentEvent(EventKind.OTHER, {"truncated": True} if cut else {}, line[:MAX_RAW_BYTES])
 
-    def _events(self, text: str) -> list[AgentEvent]:
-        if not self._compiled or text[0] not in "{[":
-            return []
+    def _parsed(self, line: bytes) -> AgentEvent | None:
+        if not self._rules or line[:1] != b"{":
+            return None
         try:
-            line = json.loads(text)
+            value = json.loads(line)
         except (ValueError, RecursionError):
-            return []
-        events = []
-        for rule in self._compiled:
-            if not _search(rule.when, line):
-                continue
-            items = [line] if rule.each is None else _search(rule.each, line)
-            for item in items if isinstance(items, list) else []:
-                found = ((name, _search(expression, item)) for name, expression in rule.fields)
-                fields = {name: value for name, value in found if value is not None}
-                events.append(AgentEvent(rule.kind, fields, "" if events else text))
-        return events
-
-
-def _search(expression: Any, value: Any) -> Any:
-    """The expression's value, or None where the line has another shape than the rule expects (R71: never an error)."""
-    try:
-        return expression.search(value)
-    except (jmespath.exceptions.JMESPathError, RecursionError, TypeError):
+            return None
+        for kind, when, fields in self._rules:
+            if search(when, value):
+                found = ((name, search(field, value)) for name, field in fields)
+                return AgentEvent(kind, {name: item for name, item in found if item is not None}, line[:MAX_RAW_BYTES])
         return None

@@ -3,7 +3,7 @@
 A spec says how an agent is installed, configured, started, told its task and understood. It is YAML in this package, a
 proto message on the wire, and this one strict model in between. Invariants: a spec that loads can be rendered with any
 accepted options; every option that it declares takes effect somewhere (R63); no secret reaches an argv (R1); a value of
-free form cannot change the syntax of a file (R2); its version is the hash of its whole content, files included.
+free form cannot change the syntax of a file (R2); its version is the hash of its whole content.
 """
 
 from __future__ import annotations
@@ -11,39 +11,68 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Base64Bytes,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
-from .events import EventRule
-from .templates import Text, TemplateError, walk
+from penstock_chassis.errors import InvalidArgument, Violation
+
+from penstock_driver.events import EventRule, Expression
+from penstock_driver.templates import is_tail, names, walk
+
+MAX_FILE_BYTES: Final = 1 << 20
+MAX_INSTRUCTION_ARGV_BYTES: Final = 100 << 10
+
+PLAIN_VALUES: Final = frozenset({"home", "workdir", "toolbox", "base_url", "model", "rollout_id", "wall_time_seconds"})
+"""Values whose characters the driver restricts, so that they may stand inside any text."""
+SECRETS: Final = frozenset({"api_key"})
+VALUES: Final = PLAIN_VALUES | SECRETS | {"instruction", "instruction_path"}
+PLACES: Final = frozenset({"home", "workdir", "toolbox"})
+
+
+def _relative(path: str) -> str:
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or path.endswith("/") or "\0" in path:
+        raise ValueError("expected a relative path without '..'")
+    return path
+
+
+def _argument(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("NUL is not allowed")
+    return text
+
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,62}$")]
 OptionName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
-Template = Annotated[str, StringConstraints(max_length=65536)]
-Argument = Annotated[str, StringConstraints(max_length=65536, pattern=r"^[^\x00]*$")]
-
-SECRETS: Final = frozenset({"key"})
-PLAIN_VALUES: Final = frozenset({"home", "workspace", "toolbox", "base_url", "root_url", "model"})
-"""Values whose characters the driver restricts, so that they may stand inside any text."""
-VALUES: Final = PLAIN_VALUES | SECRETS | {"instruction", "instruction_file"}
-CONDITIONS: Final = frozenset({"skip_permissions", "mcp"})
-MCP_VALUES: Final = frozenset({"server.command", "server.url"})
-MAX_FILE_BYTES: Final = 1 << 20
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+Template = Annotated[str, StringConstraints(max_length=65536), AfterValidator(_argument)]
+RelativePath = Annotated[str, StringConstraints(max_length=4096), AfterValidator(_relative)]
+Mode = Annotated[int, Field(ge=0, le=0o777)]
+NpmPackage = Annotated[
+    str,
+    StringConstraints(
+        max_length=300,
+        pattern=r"^(@[a-z0-9][a-z0-9._-]*/)?[a-z0-9][a-z0-9._-]*@\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?$",
+    ),
+]
 
 
-class _FromYaml(BaseModel):
-    """Like `_Strict`, for models with enums: YAML and JSON have only their names."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
 
 
 class Dialect(StrEnum):
@@ -55,39 +84,35 @@ class Dialect(StrEnum):
     GENERATE_CONTENT = "generate_content"
 
 
-class Runtime(_Strict):
-    """A language runtime that the toolbox must have; `minimum` is a dotted version, empty for any."""
+class RuntimeKind(StrEnum):
+    """A language runtime."""
 
-    name: Literal["node", "python"]
-    minimum: Annotated[str, StringConstraints(pattern=r"^(\d+(\.\d+){0,2})?$")] = ""
-
-
-class NpmPackage(_Strict):
-    """One pinned npm package."""
-
-    name: Annotated[str, StringConstraints(pattern=r"^(@[a-z0-9][a-z0-9._-]*/)?[a-z0-9][a-z0-9._-]*$", max_length=214)]
-    version: Annotated[str, StringConstraints(pattern=r"^\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?$")]
+    PYTHON = "python"
+    NODE = "node"
 
 
-class ToolboxFile(_Strict):
-    """A file of the toolbox, read-only for the agent; `path` is relative to the toolbox."""
+class Runtime(_Model):
+    """A runtime that the toolbox needs; `min_version` is dotted, empty for any."""
 
-    path: str
-    content: Annotated[str, StringConstraints(max_length=MAX_FILE_BYTES)]
-    mode: Annotated[int, Field(ge=0, le=0o777)] = 0o644
-
-    @field_validator("path")
-    @classmethod
-    def _relative(cls, path: str) -> str:
-        return _relative_path(path)
+    kind: RuntimeKind
+    min_version: Annotated[str, StringConstraints(pattern=r"^(\d+(\.\d+){0,2})?$")] = ""
 
 
-class Toolbox(_Strict):
+class ToolboxFile(_Model):
+    """A file of the toolbox, read-only for the agent; `mode` None is the sandbox service's default."""
+
+    path: RelativePath
+    content: Base64Bytes
+    mode: Mode | None = None
+
+
+class Toolbox(_Model):
     """What is installed once per host and mounted read-only: a rollout never installs anything."""
 
     runtimes: list[Runtime] = []
-    npm: list[NpmPackage] = []
+    npm_packages: list[NpmPackage] = []
     files: list[ToolboxFile] = []
+    path_directories: list[RelativePath] = []
 
 
 class OptionType(StrEnum):
@@ -99,49 +124,51 @@ class OptionType(StrEnum):
     BOOLEAN = "boolean"
 
 
-class Option(_FromYaml):
-    """One option that a rollout may set; unset leaves the agent's own default."""
+class Option(_Model):
+    """One option that a rollout may set. Without a default and not given, what depends on it is left out."""
 
+    name: OptionName
+    description: str = ""
     type: OptionType
-    description: str
+    choices: list[JsonValue] = []
+    default: JsonValue = None
     minimum: float | None = None
     maximum: float | None = None
-    choices: list[str] = []
-    max_length: Annotated[int, Field(ge=1, le=MAX_FILE_BYTES)] = 65536
 
-    def check(self, value: JsonValue) -> str | None:
+    def problem(self, value: JsonValue) -> str | None:
         """Why `value` is refused, or None."""
         if self.type is OptionType.BOOLEAN:
-            return None if isinstance(value, bool) else "expected a boolean"
-        if self.type is OptionType.STRING:
-            if not isinstance(value, str):
-                return "expected a string"
-            if self.choices and value not in self.choices:
-                return f"expected one of {', '.join(self.choices)}"
-            if "\0" in value or len(value) > self.max_length:
-                return f"expected at most {self.max_length} characters and no NUL"
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            if not isinstance(value, bool):
+                return "expected a boolean"
+        elif self.type is OptionType.STRING:
+            if not isinstance(value, str) or "\0" in value:
+                return "expected a string without NUL"
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             return f"expected {'an integer' if self.type is OptionType.INTEGER else 'a finite number'}"
-        if self.type is OptionType.INTEGER and value != int(value):
+        elif self.type is OptionType.INTEGER and value != int(value):
             return "expected an integer"
-        if self.minimum is not None and value < self.minimum:
+        elif self.minimum is not None and value < self.minimum:
             return f"expected at least {self.minimum:g}"
-        if self.maximum is not None and value > self.maximum:
+        elif self.maximum is not None and value > self.maximum:
             return f"expected at most {self.maximum:g}"
+        if self.choices and value not in self.choices:
+            return f"expected one of {', '.join(str(choice) for choice in self.choices)}"
         return None
+
+    def typed(self, value: JsonValue) -> JsonValue:
+        """An accepted value with the option's own type: JSON and protobuf have one kind of number."""
+        return int(value) if self.type is OptionType.INTEGER and isinstance(value, float) else value
 
     @property
     def is_plain(self) -> bool:
         """Whether every accepted value may stand inside any text."""
         return self.type is not OptionType.STRING or bool(self.choices)
 
-
-class Conditional(_Strict):
-    """Arguments that are given only when a name is set and not false."""
-
-    when: str
-    args: Annotated[list[Argument], Field(min_length=1)]
+    @model_validator(mode="after")
+    def _default_is_accepted(self) -> Self:
+        if self.default is not None and (problem := self.problem(self.default)):
+            raise ValueError(f"default: {problem}")
+        return self
 
 
 class Delivery(StrEnum):
@@ -152,237 +179,201 @@ class Delivery(StrEnum):
     ARGV = "argv"
 
 
-class Instruction(_FromYaml):
-    """How the instruction reaches the agent; `path` is where the file goes when `via` is file."""
+class Instruction(_Model):
+    """How the instruction reaches the agent; `path`, relative to the home directory, exactly with FILE."""
 
-    via: Delivery
-    path: Template = ""
+    method: Delivery
+    path: RelativePath | None = None
 
     @model_validator(mode="after")
     def _path_only_for_file(self) -> Self:
-        if (self.via is Delivery.FILE) != bool(self.path):
-            raise ValueError("path is required when via is file, and refused otherwise")
+        if (self.method is Delivery.FILE) != (self.path is not None):
+            raise ValueError("path is required when method is file, and refused otherwise")
         return self
 
 
-class FileFormat(StrEnum):
-    """How a file's content is written out."""
+class ConfigFile(_Model):
+    """A file written before the agent starts: exactly one of `json_`, `toml` (trees) and `text`.
 
-    JSON = "json"
-    TOML = "toml"
-    TEXT = "text"
-
-
-class ConfigFile(_FromYaml):
-    """A file written into the sandbox before the agent starts, as a tree (json, toml) or one string (text)."""
-
-    path: Template
-    format: FileFormat
-    content: JsonValue
-    when: str = ""
-
-    @model_validator(mode="after")
-    def _content_fits_format(self) -> Self:
-        if self.format is FileFormat.TEXT and not isinstance(self.content, str):
-            raise ValueError("content: a text file's content is a string")
-        if self.format is FileFormat.TOML and not isinstance(self.content, dict):
-            raise ValueError("content: a toml file's content is a mapping")
-        return self
-
-
-class McpMethod(StrEnum):
-    """How MCP servers are configured in the agent."""
-
-    NONE = "none"
-    CONFIG_FILE = "config_file"
-
-
-class Mcp(_FromYaml):
-    """The agent's shape of one MCP server; the rendered servers go where a file has the node `{$mcp: true}`.
-
-    In `stdio` and `http`, `{$value: ...}` takes `server.command` (a list), `server.environment`, `server.headers`
-    (mappings) and `server.url` (a string).
+    `path` is relative to the home directory. A file whose text depends on an option that was not given is not written.
     """
 
-    method: McpMethod = McpMethod.NONE
-    stdio: dict[str, JsonValue] | None = None
-    http: dict[str, JsonValue] | None = None
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
+
+    path: Template
+    json_: Annotated[dict[str, JsonValue] | None, Field(alias="json")] = None
+    toml: dict[str, JsonValue] | None = None
+    text: Template | None = None
+    mode: Mode = 0o600
 
     @model_validator(mode="after")
-    def _shape_only_with_method(self) -> Self:
-        if (self.method is McpMethod.NONE) != (self.stdio is None and self.http is None):
-            raise ValueError("stdio or http is required unless method is none, and refused then")
+    def _one_content(self) -> Self:
+        if sum(content is not None for content in (self.json_, self.toml, self.text)) != 1:
+            raise ValueError("exactly one of json, toml and text is required")
         return self
 
 
-class ArtifactFormat(StrEnum):
-    """What an artifact holds."""
+class Mcp(_Model):
+    """Where MCP servers are configured: under the dotted `key` of the config file at `path`, each as `entry` makes it.
 
-    TEXT = "text"
-    JSON = "json"
-    JSONL = "jsonl"
-    BYTES = "bytes"
+    `entry` is a JMESPath expression over {name, command, args, env, url}; command is null for a server with a URL.
+    """
+
+    path: RelativePath
+    key: Annotated[str, StringConstraints(min_length=1)]
+    entry: Expression
 
 
-class Artifact(_FromYaml):
-    """A file to collect after the agent is dead; absent is an error only when `required`."""
+class EventSource(StrEnum):
+    """Which output holds the agent's events."""
+
+    NONE = "none"
+    STDOUT_JSON_LINES = "stdout_json_lines"
+
+
+class Events(_Model):
+    """How the agent's output becomes events."""
+
+    source: EventSource = EventSource.NONE
+    rules: list[EventRule] = []
+
+
+class Artifact(_Model):
+    """A file to fetch after the agent is dead, relative to the home directory or absolute."""
 
     name: Name
     path: Template
-    format: ArtifactFormat = ArtifactFormat.TEXT
     required: bool = False
     max_bytes: Annotated[int, Field(ge=1, le=64 << 20)] = 1 << 20
 
 
-class AuxiliaryHint(_Strict):
-    """A call that is not part of the task's conversation; every condition that is given must hold."""
+class AuxiliaryCalls(_Model):
+    """How the gate recognises calls that are not the agent's main conversation."""
 
-    label: Name
-    system_contains: str = ""
-    no_tools: bool = False
-
-    @model_validator(mode="after")
-    def _some_condition(self) -> Self:
-        if not self.system_contains and not self.no_tools:
-            raise ValueError("a hint needs system_contains or no_tools")
-        return self
+    title_system_prompts: list[str] = []
+    compaction_system_prompts: list[str] = []
+    session_headers: list[Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,64}$")]] = []
+    volatile_line_patterns: list[str] = []
 
 
-class AgentSpec(_FromYaml):
-    """One agent, as data. Paths in templates are absolute after rendering, inside the sandbox."""
+class AgentSpec(_Model):
+    """One agent, as data."""
 
     name: Name
+    description: str = ""
     version: Annotated[str, StringConstraints(min_length=1, max_length=64)]
-    description: str
-    homepage: str = ""
-    dialects: Annotated[list[Dialect], Field(min_length=1)]
-    needs_root: bool = False
     toolbox: Toolbox = Toolbox()
-    prepare: list[list[Argument]] = []
-    """Commands run once per prepared snapshot, without network; not for secrets or options."""
-    argv: Annotated[list[Argument | Conditional], Field(min_length=1)]
+    needs_root: bool = False
+    argv: Annotated[list[Template], Field(min_length=1)]
     instruction: Instruction
-    env: dict[VariableName, Template] = {}
     files: list[ConfigFile] = []
-    mcp: Mcp = Mcp()
-    options: dict[OptionName, Option] = {}
-    events: list[EventRule] = []
+    env: dict[VariableName, Template] = {}
+    dialects: Annotated[list[Dialect], Field(min_length=1)]
+    mcp: Mcp | None = None
+    options: list[Option] = []
+    events: Events = Events()
     artifacts: list[Artifact] = []
-    success_exit_codes: list[Annotated[int, Field(ge=0, le=255)]] = [0]
-    limit_exit_codes: list[Annotated[int, Field(ge=0, le=255)]] = []
-    """Exit codes by which the agent says that it stopped at a limit of its own: it is graded, and truncated."""
-    skips_permissions: bool = False
-    """Whether `skip_permissions` is accepted; it must then be used as a condition."""
-    auxiliary_calls: list[AuxiliaryHint] = []
-    session_headers: list[Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,64}$")]] = []
-    check: list[Argument] = []
-    """A command that exits 0 when the agent is usable, such as one that prints its version."""
+    skip_permissions_argv: list[Template] = []
+    skip_permissions_env: dict[VariableName, Template] = {}
+    auxiliary_calls: AuxiliaryCalls = AuxiliaryCalls()
+    check_argv: list[Template] = []
+    success_exit_codes: Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=1)] = [0]
+    default_timeout_s: Annotated[float, Field(gt=0, le=7 * 86400)] = 900.0
 
     @property
-    def content_hash(self) -> str:
-        """sha256 of the canonical JSON of the whole spec, 64 hex digits: the spec's version."""
-        return digest(self.model_dump(mode="json"))
+    def sha256(self) -> str:
+        """Hexadecimal sha256 of the whole spec: its version."""
+        return digest(self.model_dump(mode="json", by_alias=True))
+
+    @property
+    def can_skip_permissions(self) -> bool:
+        """Whether a rollout may ask for the agent's permission prompts to be skipped (R68)."""
+        return bool(self.skip_permissions_argv or self.skip_permissions_env)
+
+    def option(self, name: str) -> Option | None:
+        """The declared option of that name."""
+        return next((option for option in self.options if option.name == name), None)
 
     @model_validator(mode="after")
-    def _names_are_known_and_used(self) -> Self:
-        used = set(self._check_texts())
-        known = {*VALUES, *CONDITIONS, *(f"options.{name}" for name in self.options)}
-        for name in sorted(used - known):
-            raise ValueError(f"unknown placeholder {name}: known are {', '.join(sorted(known))}")
-        for option in self.options:
-            if f"options.{option}" not in used:
-                raise ValueError(f"options.{option}: declared, but nothing uses it, so it would have no effect")
-        if self.skips_permissions != ("skip_permissions" in used):
-            raise ValueError("skips_permissions: must be true exactly when a condition uses skip_permissions")
-        has_mcp_node = any(kind == "mcp" for file in self.files for _, kind, _ in walk(file.content))
-        if has_mcp_node != (self.mcp.method is McpMethod.CONFIG_FILE):
-            raise ValueError("mcp.method: config_file needs a file with a {$mcp: true} node, and the reverse")
-        if self.instruction.via is not Delivery.ARGV and "instruction" in used:
-            raise ValueError("instruction.via: {instruction} may be used only when via is argv")
-        if self.instruction.via is Delivery.ARGV and "instruction" not in used:
-            raise ValueError("instruction.via: argv needs {instruction} in argv")
-        if self.instruction.via is not Delivery.FILE and "instruction_file" in used:
-            raise ValueError("instruction.via: {instruction_file} exists only when via is file")
-        if not {"base_url", "root_url"} & used:
-            raise ValueError("no template uses {base_url} or {root_url}: the agent would call somebody else (R18)")
+    def _templates_fit(self) -> Self:
+        used = {name for where, name in self._placeholders()}
+        names_of_options = [option.name for option in self.options]
+        for name in names_of_options:
+            if names_of_options.count(name) > 1:
+                raise ValueError(f"options: {name} is declared twice")
+            if f"option.{name}" not in used:
+                raise ValueError(f"options: {name} is declared, but nothing uses it, so it would have no effect")
+        if ("instruction" in used) != (self.instruction.method is Delivery.ARGV):
+            raise ValueError("instruction: {{instruction}} is used exactly when the method is argv")
+        if "instruction_path" in used and self.instruction.method is not Delivery.FILE:
+            raise ValueError("instruction: {{instruction_path}} exists only when the method is file")
+        if "base_url" not in used:
+            raise ValueError("nothing uses {{base_url}}: the agent would call somebody else")
         return self
 
-    def _check_texts(self) -> Iterator[str]:
-        """Check every template where it stands and yield the names that it uses."""
-        for index, item in enumerate(self.argv):
-            arguments = [item] if isinstance(item, str) else item.args
-            if isinstance(item, Conditional):
-                yield item.when
-            for argument in arguments:
-                yield from self._names(argument, f"argv[{index}]", refused=SECRETS)
-        for index, command in enumerate([*self.prepare, self.check]):
-            for argument in command:
-                yield from self._names(argument, f"prepare[{index}]", allowed=frozenset({"home", "toolbox"}))
-        for name, template in self.env.items():
-            yield from self._names(template, f"env.{name}", refused=frozenset({"instruction"}))
-        places = frozenset({"home", "workspace", "toolbox"})
+    @model_validator(mode="after")
+    def _mcp_file_is_a_tree(self) -> Self:
+        if self.mcp and any(file.path == self.mcp.path and file.text is not None for file in self.files):
+            raise ValueError("mcp.path: names a text file, which cannot be merged into")
+        return self
+
+    def _placeholders(self) -> Iterator[tuple[str, str]]:
+        """Yield (where, name) of every placeholder, refusing those that may not stand where they stand."""
+        options = {f"option.{option.name}" for option in self.options}
+        plain = PLAIN_VALUES | {f"option.{option.name}" for option in self.options if option.is_plain}
+        known = VALUES | options
+        for where, name, allowed in self._places(known):
+            if name not in known:
+                raise ValueError(f"{where}: unknown placeholder {{{{{name}}}}}; known are {', '.join(sorted(known))}")
+            if name not in allowed:
+                raise ValueError(f"{where}: {{{{{name}}}}} may not be used here")
+            yield where, name
+        for index, file in enumerate(self.files):
+            for name in names(file.text or ""):
+                if name not in plain and not is_tail(file.text or "", name):
+                    raise ValueError(
+                        f"files[{index}].text: {{{{{name}}}}} can hold anything, so it may only be the end of the text"
+                    )
+
+    def _places(self, known: frozenset[str] | set[str]) -> Iterator[tuple[str, str, frozenset[str] | set[str]]]:
+        in_argv, in_env = known - SECRETS, known - {"instruction"}
+        for where, arguments, allowed in (
+            ("argv", self.argv, in_argv),
+            ("skip_permissions_argv", self.skip_permissions_argv, PLACES),
+            ("check_argv", self.check_argv, PLACES),
+        ):
+            for index, argument in enumerate(arguments):
+                yield from ((f"{where}[{index}]", name, allowed) for name in names(argument))
+        for variable, template in self.env.items():
+            yield from ((f"env.{variable}", name, in_env) for name in names(template))
+        for variable, template in self.skip_permissions_env.items():
+            yield from ((f"skip_permissions_env.{variable}", name, PLACES) for name in names(template))
         for index, file in enumerate(self.files):
             here = f"files[{index}]"
-            if file.when:
-                yield file.when
-            list(self._names(file.path, f"{here}.path", allowed=places))
-            if isinstance(file.content, str) and file.format is FileFormat.TEXT:
-                yield from self._names_in_text(file.content, f"{here}.content")
-            else:
-                yield from self._names_in_tree(file.content, f"{here}.content")
+            yield from ((f"{here}.path", name, PLACES) for name in names(file.path))
+            yield from ((f"{here}.text", name, known) for name in names(file.text or ""))
+            for kind, tree in (("json", file.json_), ("toml", file.toml)):
+                yield from ((where, name, known) for where, name in walk(tree, f"{here}.{kind}"))
         for index, artifact in enumerate(self.artifacts):
-            list(self._names(artifact.path, f"artifacts[{index}].path", allowed=places))
-        if self.instruction.path:
-            list(self._names(self.instruction.path, "instruction.path", allowed=places))
-        for kind, shape in (("stdio", self.mcp.stdio), ("http", self.mcp.http)):
-            for path, _, name in _walked(shape or {}, f"mcp.{kind}"):
-                if name not in ("server.command", "server.environment", "server.url", "server.headers"):
-                    raise ValueError(f"mcp.{kind}.{path}: unknown name {name}")
-
-    def _names(
-        self, source: str, where: str, *, refused: frozenset[str] = frozenset(), allowed: frozenset[str] | None = None
-    ) -> Iterator[str]:
-        try:
-            names = Text.parse(source).names
-        except TemplateError as error:
-            raise ValueError(f"{where}: {error}") from None
-        for name in names:
-            if name in refused or name in CONDITIONS or (allowed is not None and name not in allowed):
-                raise ValueError(f"{where}: {{{name}}} may not be used here")
-            yield name
-
-    def _names_in_text(self, source: str, where: str) -> Iterator[str]:
-        """Text has no quoting, so a value of free form may only be the whole of it."""
-        plain = PLAIN_VALUES | {f"options.{name}" for name, option in self.options.items() if option.is_plain}
-        for name in self._names(source, where):
-            if name not in plain and not Text.parse(source).is_whole:
-                raise ValueError(f"{where}: {{{name}}} has a free form, so it may only be a text file's whole content")
-            yield name
-
-    def _names_in_tree(self, tree: JsonValue, where: str) -> Iterator[str]:
-        for path, kind, name in _walked(tree, where):
-            if kind == "mcp":
-                continue
-            if kind != "when" and name in CONDITIONS:
-                raise ValueError(f"{where}.{path}: {name} is a condition, not a value")
-            yield name
+            yield from ((f"artifacts[{index}].path", name, PLACES) for name in names(artifact.path))
 
 
-def _walked(tree: JsonValue, where: str) -> Iterator[tuple[str, str, str]]:
+def parse_spec(data: Mapping[str, Any]) -> AgentSpec:
+    """A spec from untrusted data; InvalidArgument names each wrong field and the reason (SPEC_INVALID)."""
     try:
-        yield from walk(tree)
-    except TemplateError as error:
-        raise ValueError(f"{where}{'.' if error.path else ''}{error.path}: {error}") from None
+        return AgentSpec.model_validate(data)
+    except ValidationError as error:
+        violations = [
+            Violation(".".join(str(part) for part in item["loc"]) or "spec", item["msg"].removeprefix("Value error, "))
+            for item in error.errors(include_url=False, include_context=False, include_input=False)
+        ]
+        summary = "; ".join(f"{violation.field}: {violation.description}" for violation in violations[:3])
+        raise InvalidArgument(
+            f"the agent spec is not valid: {summary}", reason="SPEC_INVALID", violations=violations
+        ) from None
 
 
 def digest(value: JsonValue) -> str:
-    """sha256 of the canonical JSON of `value`, 64 hex digits."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _relative_path(path: str) -> str:
-    parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise ValueError("expected a relative path without ..")
-    return path
+    """Hexadecimal sha256 of the canonical JSON of `value`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -3,7 +3,7 @@
 It exists to be trained and to be measured, so it starts in milliseconds (it imports no pure-Python module that the
 interpreter has not already loaded: `json` alone would double its start-up) and its prompts are as short as they can be.
 
-    python3 -I -S shell_agent.py CONFIG.json
+    python3 -I -S shell_agent.py CONFIG.json        (or --check: exit 0 if it can run here)
 
 CONFIG.json is an object; a key that is not listed here is refused:
     base_url           http://HOST:PORT/PATH; `/chat/completions` is appended. Required.
@@ -440,6 +440,9 @@ def main():
     try:
         if len(sys.argv) != 2:
             raise Stop(2, "usage: shell_agent.py CONFIG.json")
+        if sys.argv[1] == "--check":
+            emit(type="ok", run=run("exit 0", 10, 1)[1])
+            return 0
         return converse(*read_config(sys.argv[1]))
     except Stop as stop:
         emit(type="error", message=str(stop))
