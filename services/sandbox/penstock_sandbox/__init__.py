@@ -1,0 +1,1 @@
+"""The sandbox service: lifecycle of sandboxes, processes in them, files, networks, leases."""
