@@ -7,7 +7,6 @@ memory is bounded by MAX_LINE_BYTES whatever the agent prints.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Final
 
 import jmespath
 import jmespath.exceptions
+import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue
 
 MAX_LINE_BYTES: Final = 1 << 20
@@ -24,7 +24,10 @@ MAX_RAW_BYTES: Final = 64 << 10
 
 
 class EventKind(StrEnum):
-    """What an event says that the agent did. OTHER is a line that no rule understood."""
+    """What an event says that the agent did. OTHER is a line that no rule understood.
+
+    IGNORED only occurs in rules: such a line makes no event. It is for what repeats what other lines say.
+    """
 
     ASSISTANT = "assistant"
     REASONING = "reasoning"
@@ -33,6 +36,7 @@ class EventKind(StrEnum):
     ERROR = "error"
     DONE = "done"
     OTHER = "other"
+    IGNORED = "ignored"
 
 
 def compiled(expression: str) -> Any:
@@ -119,14 +123,16 @@ class EventParser:
         if not line.strip():
             return
         event = None if cut else self._parsed(line)
-        yield event or AgentEvent(EventKind.OTHER, {"truncated": True} if cut else {}, line[:MAX_RAW_BYTES])
+        event = event or AgentEvent(EventKind.OTHER, {"truncated": True} if cut else {}, line[:MAX_RAW_BYTES])
+        if event.kind is not EventKind.IGNORED:
+            yield event
 
     def _parsed(self, line: bytes) -> AgentEvent | None:
         if not self._rules or line[:1] != b"{":
             return None
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
+            value = orjson.loads(line)
+        except ValueError:
             return None
         for kind, when, fields in self._rules:
             if search(when, value):

@@ -16,10 +16,9 @@ import tomli_w
 from pydantic import JsonValue
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
-
 from penstock_driver.events import compiled, search
 from penstock_driver.specs import MAX_INSTRUCTION_ARGV_BYTES, AgentSpec, ConfigFile, Delivery, Mcp
-from penstock_driver.templates import Scope, _Absent, names, render_text, render_tree
+from penstock_driver.templates import Absent, Scope, names, render_text, render_tree
 
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,255}")
 _SERVER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -103,10 +102,10 @@ def check_choice(spec: AgentSpec, choice: AgentChoice, instruction: str) -> None
             violations.append(Violation(f"{here}.name", "is used twice"))
         if bool(server.args) == bool(server.url):
             violations.append(Violation(f"{here}.transport", "expected a program with arguments, or a URL"))
-    if spec.instruction.method is Delivery.ARGV:
-        if "\0" in instruction or len(instruction.encode()) > MAX_INSTRUCTION_ARGV_BYTES:
-            limit = f"agent {spec.name} takes the instruction as an argument: at most 100 KiB and no NUL"
-            violations.append(Violation("spec.task.instruction", limit))
+    too_big = "\0" in instruction or len(instruction.encode()) > MAX_INSTRUCTION_ARGV_BYTES
+    if spec.instruction.method is Delivery.ARGV and too_big:
+        limit = f"agent {spec.name} takes the instruction as an argument: at most 100 KiB and no NUL"
+        violations.append(Violation("spec.task.instruction", limit))
     if violations:
         summary = "; ".join(f"{violation.field}: {violation.description}" for violation in violations)
         raise InvalidArgument(summary, reason="AGENT_CHOICE_INVALID", violations=violations)
@@ -116,8 +115,8 @@ def plan_launch(spec: AgentSpec, choice: AgentChoice, place: Place, instruction:
     """Render the spec. FailedPrecondition (MODEL_NAME_UNUSABLE) if the model's name could be read as something else."""
     if not _MODEL_NAME.fullmatch(place.model):
         raise FailedPrecondition(
-            "the model's name may have letters, digits and . _ : / @ + - only, 256 at most, and starts with a letter or "
-            "digit: give the rollout another model name",
+            "the model's name may have letters, digits and . _ : / @ + - only, 256 at most, and starts with a letter "
+            "or digit: give the rollout another model name",
             reason="MODEL_NAME_UNUSABLE",
         )
     scope = _scope(spec, choice, place, instruction)
@@ -127,7 +126,7 @@ def plan_launch(spec: AgentSpec, choice: AgentChoice, place: Place, instruction:
         argv += _arguments(spec.skip_permissions_argv, scope)
         environment |= spec.skip_permissions_env
     rendered = {name: render_text(template, scope) for name, template in environment.items()}
-    env = {name: value for name, value in rendered.items() if not isinstance(value, _Absent)}
+    env = {name: value for name, value in rendered.items() if not isinstance(value, Absent)}
     secret = {name for name in env if "api_key" in names(environment[name])}
     return Launch(
         argv=tuple(argv),
@@ -147,7 +146,7 @@ def artifact_paths(spec: AgentSpec, place: Place) -> list[str]:
     """The absolute path of each artifact of the spec, in its order."""
     scope: Scope = {"home": place.home, "workdir": place.workdir, "toolbox": place.toolbox}
     rendered = [render_text(artifact.path, scope) for artifact in spec.artifacts]
-    return [_absolute(place.home, path) for path in rendered if not isinstance(path, _Absent)]
+    return [_absolute(place.home, path) for path in rendered if not isinstance(path, Absent)]
 
 
 def _scope(spec: AgentSpec, choice: AgentChoice, place: Place, instruction: str) -> Scope:
@@ -171,17 +170,15 @@ def _scope(spec: AgentSpec, choice: AgentChoice, place: Place, instruction: str)
 
 def _arguments(templates: Sequence[str], scope: Scope) -> list[str]:
     rendered = [render_text(template, scope) for template in templates]
-    return [argument for argument in rendered if not isinstance(argument, _Absent)]
+    return [argument for argument in rendered if not isinstance(argument, Absent)]
 
 
-def _files(
-    spec: AgentSpec, choice: AgentChoice, place: Place, scope: Scope, instruction: str
-) -> Sequence[FileToWrite]:
+def _files(spec: AgentSpec, choice: AgentChoice, place: Place, scope: Scope, instruction: str) -> Sequence[FileToWrite]:
     files = []
     pending = spec.mcp if choice.mcp_servers else None
     for file in spec.files:
         path = render_text(file.path, scope)
-        if isinstance(path, _Absent):
+        if isinstance(path, Absent):
             continue
         merged = pending if pending and path == pending.path else None
         content = _content(file, scope, merged, choice.mcp_servers)
@@ -201,9 +198,9 @@ def _files(
 def _content(file: ConfigFile, scope: Scope, mcp: Mcp | None, servers: Sequence[McpServer]) -> bytes | None:
     if file.text is not None:
         text = render_text(file.text, scope)
-        return None if isinstance(text, _Absent) else text.encode()
+        return None if isinstance(text, Absent) else text.encode()
     tree = render_tree(file.json_ if file.json_ is not None else file.toml, scope)
-    assert isinstance(tree, dict)  # noqa: S101 - a mapping renders to a mapping
+    assert isinstance(tree, dict)
     if mcp:
         _merge_servers(tree, mcp, servers)
     return _json(tree) if file.json_ is not None else tomli_w.dumps(tree).encode()

@@ -18,7 +18,6 @@ import yaml
 
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
 from penstock_chassis.journal import Journal
-
 from penstock_driver.specs import AgentSpec, parse_spec
 
 MIGRATION: Final = """
@@ -57,7 +56,9 @@ class AgentRegistry:
         registry = cls(journal)
         for spec in built_in_specs():
             registry._add(Agent(spec, spec.sha256, True, 0.0))
-        rows = await journal.query("SELECT sha256, spec, register_time, deleted FROM agent_specs ORDER BY register_time")
+        rows = await journal.query(
+            "SELECT sha256, spec, register_time, deleted FROM agent_specs ORDER BY register_time"
+        )
         for sha256, text, registered, deleted in rows:
             agent = Agent(AgentSpec.model_validate_json(text), sha256, False, registered)
             registry._versions[agent.spec.name, sha256] = agent
@@ -92,7 +93,7 @@ class AgentRegistry:
         return agent
 
     async def delete(self, name: str) -> None:
-        """Remove an agent from the list; its rollouts keep it. FailedPrecondition (AGENT_BUILT_IN) for a built-in one."""
+        """Remove an agent from the list; its rollouts keep it. FailedPrecondition (AGENT_BUILT_IN) if built in."""
         if (known := self._newest.get(name)) and known.built_in:
             raise FailedPrecondition(f"{name} is a built-in agent", reason="AGENT_BUILT_IN")
         await self._journal.execute("UPDATE agent_specs SET deleted = 1 WHERE name = ?", (name,))
@@ -113,7 +114,7 @@ def built_in_specs() -> Iterator[AgentSpec]:
 
 
 def load_spec(text: str, siblings: Mapping[str, Any]) -> AgentSpec:
-    """A spec from YAML; a toolbox file's `from` names a file in `siblings` (name to a path object), `content` is text."""
+    """A spec from YAML; a toolbox file has `content`, or `from`, which names one of `siblings` (name to path)."""
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:

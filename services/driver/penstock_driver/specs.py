@@ -29,7 +29,6 @@ from pydantic import (
 )
 
 from penstock_chassis.errors import InvalidArgument, Violation
-
 from penstock_driver.events import EventRule, Expression
 from penstock_driver.templates import is_tail, names, walk
 

@@ -21,11 +21,11 @@ _PLACEHOLDER: Final = re.compile(r"\{\{([a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)?)\}
 MAX_DEPTH: Final = 32
 
 
-class _Absent:
+class Absent:
     """The type of `ABSENT`: what a template renders to when it depends on an option that was not given."""
 
 
-ABSENT: Final = _Absent()
+ABSENT: Final = Absent()
 
 
 def names(template: str) -> list[str]:
@@ -53,14 +53,14 @@ def walk(tree: JsonValue, path: str, depth: int = 0) -> Iterator[tuple[str, str]
             yield from walk(value, f"{path}.{key}", depth + 1)
 
 
-def render_text(template: str, scope: Scope) -> str | _Absent:
+def render_text(template: str, scope: Scope) -> str | Absent:
     """The string with every placeholder replaced, or ABSENT when it needs an option that was not given."""
     if any(scope[name] is None for name in names(template)):
         return ABSENT
     return _PLACEHOLDER.sub(lambda match: _as_text(scope[match[1]]), template)
 
 
-def render_tree(tree: JsonValue, scope: Scope) -> JsonValue | _Absent:
+def render_tree(tree: JsonValue, scope: Scope) -> JsonValue | Absent:
     """The tree with its strings replaced; members and items that are ABSENT are left out."""
     if isinstance(tree, str):
         whole = _PLACEHOLDER.fullmatch(tree)
@@ -70,12 +70,12 @@ def render_tree(tree: JsonValue, scope: Scope) -> JsonValue | _Absent:
         return render_text(tree, scope)
     if isinstance(tree, list):
         items = [render_tree(item, scope) for item in tree]
-        return [item for item in items if not isinstance(item, _Absent)]
+        return [item for item in items if not isinstance(item, Absent)]
     if isinstance(tree, dict):
         rendered: dict[str, JsonValue] = {}
         for key, value in tree.items():
             name, item = render_text(key, scope), render_tree(value, scope)
-            if not isinstance(name, _Absent) and not isinstance(item, _Absent):
+            if not isinstance(name, Absent) and not isinstance(item, Absent):
                 rendered[name] = item
         return rendered
     return tree

@@ -1,4 +1,4 @@
-"""The reference agent: a loop with one tool, `bash`, in one file that needs nothing but Python 3.9 or newer.
+"""The reference agent: a loop with one tool, `bash`, in one file that needs nothing but Python 3.10 or newer.
 
 It exists to be trained and to be measured, so it starts in milliseconds (it imports no pure-Python module that the
 interpreter has not already loaded: `json` alone would double its start-up) and its prompts are as short as they can be.
@@ -29,6 +29,8 @@ Exit codes: 0 the model stopped calling tools; 2 bad usage or configuration; 3 t
 failing; 4 the endpoint refused the call (4xx); 5 the turn limit was reached; 6 the endpoint's reply was not understood.
 """
 
+# ruff: noqa: INP001, PTH123 - a program of its own, which imports nothing that it can do without
+
 import _json
 import _socket
 import os
@@ -36,7 +38,12 @@ import select
 import sys
 import time
 
-TOOL = {
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+TOOL: "dict[str, Any]" = {
     "type": "function",
     "function": {
         "name": "bash",
@@ -44,7 +51,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
-DEFAULTS = {
+DEFAULTS: "dict[str, Any]" = {
     "base_url": "",
     "key": "",
     "model": "",
@@ -67,7 +74,7 @@ SAMPLING = ("temperature", "max_tokens", "seed")
 class Stop(Exception):
     """Ends the program with an exit code and an error event."""
 
-    def __init__(self, code, message):
+    def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
 
@@ -75,7 +82,7 @@ class Stop(Exception):
 class Retry(Exception):
     """One attempt failed in a way that another may not; `after` is the server's wish in seconds, or None."""
 
-    def __init__(self, message, after=None):
+    def __init__(self, message: str, after: "float | None" = None) -> None:
         super().__init__(message)
         self.after = after
 
@@ -86,14 +93,14 @@ class _Strict:
     strict = True
     object_hook = object_pairs_hook = None
     parse_float, parse_int, parse_constant = float, int, float
-    memo: dict[str, str] = {}
+    memo: "dict[str, str]" = {}  # noqa: RUF012 - the scanner wants an attribute
 
 
-_scan = _json.make_scanner(_Strict)
+_scan = _json.make_scanner(_Strict)  # type: ignore[arg-type]
 _quote = _json.encode_basestring_ascii
 
 
-def loads(text):
+def loads(text: str) -> "Any":
     """Decode one JSON value; ValueError when the text is not exactly one."""
     text = text.strip()
     try:
@@ -107,7 +114,7 @@ def loads(text):
     return value
 
 
-def dumps(value):
+def dumps(value: "Any") -> str:
     """Encode str, int, float, bool, None, list and dict."""
     if isinstance(value, str):
         return _quote(value)
@@ -120,13 +127,14 @@ def dumps(value):
     return repr(value)
 
 
-def emit(**event):
+def emit(**event: "Any") -> None:
     data = (dumps(event) + "\n").encode()
     while data:
         data = data[os.write(1, data) :]
 
 
-def read_config(path):
+def read_config(path: str) -> "tuple[dict[str, Any], dict[str, Any]]":
+    """The configuration with its defaults, and the sampling options that it gives."""
     try:
         with open(path, encoding="utf-8") as file:
             given = loads(file.read())
@@ -150,7 +158,7 @@ def read_config(path):
 class Endpoint:
     """One keep-alive HTTP/1.1 connection to the model endpoint."""
 
-    def __init__(self, base_url, key, timeout_s):
+    def __init__(self, base_url: str, key: str, timeout_s: float) -> None:
         scheme, _, rest = base_url.partition("://")
         authority, slash, path = rest.partition("/")
         host, colon, port = authority.rpartition(":")
@@ -167,10 +175,10 @@ class Endpoint:
             f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\nUser-Agent: penstock-shell-agent/1\r\n"
         )
         self._timeout_s = timeout_s
-        self._socket = None
+        self._socket: Any = None
         self._buffer = b""
 
-    def post(self, body, idempotency_key, attempt):
+    def post(self, body: bytes, idempotency_key: str, attempt: int) -> "tuple[int, dict[str, str], Iterator[bytes]]":
         """Send one request and return (status, headers, chunks of the body)."""
         head = (
             f"{self._head}Idempotency-Key: {idempotency_key}\r\nX-Retry-Count: {attempt}\r\n"
@@ -190,12 +198,12 @@ class Endpoint:
             self.close()
             raise Retry(f"cannot reach the endpoint: {error}") from None
 
-    def close(self):
+    def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
         self._socket, self._buffer = None, b""
 
-    def _exchange(self, request):
+    def _exchange(self, request: bytes) -> "tuple[int, dict[str, str], Iterator[bytes]]":
         if self._socket is None:
             self._socket = _socket.socket(self._family, _socket.SOCK_STREAM)
             self._socket.settimeout(self._timeout_s)
@@ -203,6 +211,7 @@ class Endpoint:
             self._socket.setsockopt(_socket.IPPROTO_TCP, _socket.TCP_NODELAY, 1)
         self._socket.sendall(request)
         status = 100
+        headers: dict[str, str] = {}
         while 100 <= status < 200:
             line = self._line()
             if line[:5] != "HTTP/":
@@ -215,7 +224,7 @@ class Endpoint:
                 line = self._line()
         return status, headers, self._body(headers)
 
-    def _body(self, headers):
+    def _body(self, headers: "dict[str, str]") -> "Iterator[bytes]":
         """Yield the body as it comes; the connection is kept only after a complete body."""
         try:
             if headers.get("transfer-encoding", "").lower() == "chunked":
@@ -241,13 +250,13 @@ class Endpoint:
         if headers.get("connection", "").lower() == "close":
             self.close()
 
-    def _fill(self):
+    def _fill(self) -> None:
         data = self._socket.recv(65536)
         if not data:
             raise OSError("the endpoint closed the connection")
         self._buffer += data
 
-    def _line(self):
+    def _line(self) -> str:
         while b"\n" not in self._buffer:
             if len(self._buffer) > 65536:
                 raise OSError("a header line is too long")
@@ -255,14 +264,14 @@ class Endpoint:
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.rstrip(b"\r").decode("latin-1")
 
-    def _exactly(self, size):
+    def _exactly(self, size: int) -> bytes:
         while len(self._buffer) < size:
             self._fill()
         data, self._buffer = self._buffer[:size], self._buffer[size:]
         return data
 
 
-def message_of(reply):
+def message_of(reply: "Any") -> "dict[str, Any]":
     """The assistant message of a chat completion."""
     try:
         message = reply["choices"][0]["message"]
@@ -271,12 +280,14 @@ def message_of(reply):
             raise TypeError
     except (KeyError, IndexError, TypeError, AttributeError):
         raise Stop(6, f"the reply is not a chat completion: {dumps(reply)[:500]}") from None
-    return message
+    return message  # type: ignore[no-any-return]
 
 
-def message_of_stream(chunks):
+def message_of_stream(chunks: "Iterator[bytes]") -> "dict[str, Any]":
     """The assistant message that the deltas of an event stream add up to."""
-    message, calls, done, pending = {"role": "assistant", "content": None}, {}, False, b""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    calls: dict[int, Any] = {}
+    done, pending = False, b""
     for data in chunks:
         *lines, pending = (pending + data).split(b"\n")
         for line in lines:
@@ -298,7 +309,7 @@ def message_of_stream(chunks):
     return message
 
 
-def add_delta(message, calls, delta):
+def add_delta(message: "dict[str, Any]", calls: "dict[int, Any]", delta: "dict[str, Any]") -> None:
     for name in ("content", "reasoning_content"):
         if delta.get(name):
             message[name] = (message.get(name) or "") + delta[name]
@@ -312,10 +323,11 @@ def add_delta(message, calls, delta):
         call["function"]["arguments"] += function.get("arguments") or ""
 
 
-def ask(endpoint, config, request):
+def ask(endpoint: Endpoint, config: "dict[str, Any]", request: "dict[str, Any]") -> "dict[str, Any]":
     """One model call, retried until it is answered, refused or out of attempts."""
     body, idempotency_key = dumps(request).encode(), os.urandom(16).hex()
-    for attempt in range(config["max_retries"] + 1):
+    attempt = 0
+    while True:
         try:
             status, headers, chunks = endpoint.post(body, idempotency_key, attempt)
             if status == 200 and config["stream"]:
@@ -334,12 +346,13 @@ def ask(endpoint, config, request):
             if attempt == config["max_retries"]:
                 raise Stop(3, str(failure)) from None
             time.sleep(min(0.25 * 2**attempt if failure.after is None else failure.after, 60))
+        attempt += 1
 
 
-def run(command, timeout_s, limit):
+def run(command: str, timeout_s: float, limit: int) -> "tuple[str, int | None]":
     """Run one command with bash; (its output, its exit code or None when it ran out of time)."""
     reader, writer = os.pipe()
-    actions = [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)]
+    actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)]
     actions += [(os.POSIX_SPAWN_DUP2, writer, fd) for fd in (1, 2)]
     try:
         pid = os.posix_spawnp("bash", ["bash", "-c", command], os.environ, file_actions=actions, setpgroup=0)
@@ -353,7 +366,9 @@ def run(command, timeout_s, limit):
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     poll.register(exited, select.POLLIN)
-    head, tail, total, code, deadline = b"", b"", 0, None, time.monotonic() + timeout_s
+    head, tail, total = b"", b"", 0
+    code: int | None = None
+    deadline = time.monotonic() + timeout_s
     # A background process may hold the pipe open for ever, so the command's own exit ends the wait, not end-of-file.
     while code is None:
         left = deadline - time.monotonic()
@@ -379,13 +394,15 @@ def run(command, timeout_s, limit):
     if total > limit:
         head = head[: limit - limit // 2] + b"\n[%d bytes left out]\n" % (total - limit) + tail
     text = head.decode("utf-8", "replace")
-    note = f"timed out after {timeout_s:g} s" if code is None else f"exit {code if code > 0 else 128 - code}"
+    if code is not None and code < 0:
+        code = 128 - code  # as a shell reports a signal
     if code != 0:
+        note = f"timed out after {timeout_s:g} s" if code is None else f"exit {code}"
         text += ("" if text.endswith("\n") or not text else "\n") + note
-    return text, code if code is None or code >= 0 else 128 - code
+    return text, code
 
 
-def use_tool(call, config):
+def use_tool(call: "dict[str, Any]", config: "dict[str, Any]") -> "tuple[str, int | None]":
     """The tool's result for the model, and the exit code if a command ran."""
     if call["function"]["name"] != "bash":
         return "error: the only tool is bash", None
@@ -402,7 +419,7 @@ def use_tool(call, config):
         return f"error: {error}", None
 
 
-def converse(config, sampling):
+def converse(config: "dict[str, Any]", sampling: "dict[str, Any]") -> int:
     """Talk until the model stops calling tools."""
     try:
         with open(config["instruction_file"], encoding="utf-8") as file:
@@ -436,7 +453,7 @@ def converse(config, sampling):
     return 5
 
 
-def main():
+def main() -> int:
     try:
         if len(sys.argv) != 2:
             raise Stop(2, "usage: shell_agent.py CONFIG.json")
