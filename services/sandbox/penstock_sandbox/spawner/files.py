@@ -5,7 +5,7 @@ over a tree run as jobs, in a child of the door, and stream through a pipe.
 
 Invariants
 - Paths are absolute. A write goes to a fresh file in the target's directory and is renamed over the target, so nobody
-  sees half a file. With ``strict`` no component may be a symbolic link: what is written lands where it was meant to.
+  sees half a file. No directory on the way may be a symbolic link: what is written lands where it was meant to.
 - Descriptors are opened without blocking and only regular files are handed out, so a planted FIFO stalls nobody.
 - A tree is unpacked without following a link, and holds only directories, regular files and links that stay inside.
 """
@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import errno
-import marshal
+import json
 import os
 import secrets
 import shutil
@@ -39,31 +39,35 @@ class Refused(Exception):
 
 
 def open_read(request: wire.Message) -> Reply:
-    """Open a regular file for reading; answers its size."""
+    """Open a regular file for reading; the last component's link is followed only when asked."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    folder, name = _parent(request["path"], create=False, strict=request["strict"])
+    if not request["follow"]:
+        flags |= os.O_NOFOLLOW
     try:
-        descriptor = os.open(name, flags | (os.O_NOFOLLOW if request["strict"] else 0), dir_fd=folder)
-    finally:
-        os.close(folder)
+        descriptor = os.open(request["path"], flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not request["follow"]:
+            raise Refused(errno.EISDIR, "a symbolic link") from error
+        raise
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EINVAL
-        raise Refused(number, "not a regular file")
+        raise Refused(errno.EISDIR, "not a regular file")
     return _describe(status), [descriptor]
 
 
 def open_write(request: wire.Message) -> Reply:
     """Open a fresh file beside ``path`` for writing; ``commit`` renames it over ``path``, ``discard`` removes it."""
-    folder, name = _parent(request["path"], create=request["parents"], strict=request["strict"])
+    folder, name = _parent(request["path"], create=True)
     try:
         try:
             if stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
                 raise Refused(errno.EISDIR, "the path is a directory")
         except FileNotFoundError:
             pass
-        partial = f".{name[:200]}.{secrets.token_hex(8)}.partial"
+        # By bytes: a name may be 255 of them, and the suffix needs 26.
+        stem = os.fsdecode(os.fsencode(name)[:200])
+        partial = f".{stem}.{secrets.token_hex(8)}.partial"
         descriptor = os.open(
             partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder
         )
@@ -91,9 +95,9 @@ def discard(request: wire.Message, descriptors: list[int]) -> Reply:
 
 
 def stat_path(request: wire.Message) -> Reply:
-    """Describe a path; the last component's link is followed only when asked."""
+    """Describe a path; a link is described itself."""
     path = request["path"]
-    status = os.stat(path) if request["follow"] else os.lstat(path)
+    status = os.lstat(path)
     described = _describe(status)
     if stat.S_ISLNK(status.st_mode):
         described["target"] = os.readlink(path)
@@ -123,13 +127,13 @@ def list_directory(request: wire.Message) -> Reply:
 
 
 def make_directory(request: wire.Message) -> Reply:
-    """Make a directory, its parents too when asked; one that is there already is fine with ``parents``."""
-    folder, name = _parent(request["path"], create=request["parents"], strict=request["strict"])
+    """Make a directory and its parents; one that exists is fine."""
+    folder, name = _parent(request["path"], create=True)
     try:
         try:
             os.mkdir(name, 0o700, dir_fd=folder)
         except FileExistsError:
-            if not request["parents"] or not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+            if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
                 raise
             return {}, []
         made = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
@@ -156,8 +160,7 @@ OPERATIONS_ON_DESCRIPTORS: dict[str, Callable[[wire.Message, list[int]], Reply]]
 
 
 def run_job(request: wire.Message, descriptors: list[int]) -> None:
-    """Run a tree operation and write its result, one marshalled message, to ``descriptors[0]``."""
-
+    """Run a tree operation and write its result, a JSON object, to ``descriptors[0]``."""
 
     try:
         result = _JOBS[request["job"]](request, descriptors)
@@ -167,12 +170,16 @@ def run_job(request: wire.Message, descriptors: list[int]) -> None:
         result = {"errno": errno.EBADMSG, "what": f"not a readable tar archive: {error}"}
     except OSError as error:
         result = {"errno": error.errno or errno.EIO, "what": f"{error.strerror}: {error.filename or ''}"}
-    os.write(descriptors[0], marshal.dumps(result))
+    os.write(descriptors[0], json.dumps(result).encode())
 
 
 def _remove(request: wire.Message, _: list[int]) -> wire.Message:
     path = request["path"]
-    if stat.S_ISDIR(os.lstat(path).st_mode):
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return {}
+    if stat.S_ISDIR(status.st_mode):
         if request["recursive"]:
             shutil.rmtree(path)
         else:
@@ -185,6 +192,7 @@ def _remove(request: wire.Message, _: list[int]) -> wire.Message:
 def _read_tree(request: wire.Message, descriptors: list[int]) -> wire.Message:
     root: str = request["path"]
     entries, skipped = 0, 0
+    room: int = request["max_bytes"]
     with (
         os.fdopen(descriptors[1], "wb", closefd=False, buffering=_CHUNK) as sink,
         tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as archive,
@@ -194,6 +202,9 @@ def _read_tree(request: wire.Message, descriptors: list[int]) -> wire.Message:
             if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
                 skipped += 1
                 continue
+            room -= status.st_size
+            if room < 0:
+                raise Refused(errno.EFBIG, f"more than {request['max_bytes']} bytes")
             member = archive.gettarinfo(path, arcname=name)
             member.uname = member.gname = ""
             if member.isreg():
@@ -222,70 +233,78 @@ def _walk(root: str) -> Iterator[tuple[str, str]]:
 
 
 def _write_tree(request: wire.Message, descriptors: list[int]) -> wire.Message:
-    root: str = request["path"]
-    os.makedirs(root, exist_ok=True)
-    if request["strict"]:
-        os.close(_open_folder(root, create=False, strict=True))
-    anchor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    room: int = request["max_bytes"]
-    entries = 0
-    modes: list[tuple[str, int]] = []
-    with (
-        os.fdopen(descriptors[1], "rb", closefd=False, buffering=_CHUNK) as source,
-        tarfile.open(fileobj=source, mode="r|", bufsize=_CHUNK) as archive,
-    ):
-        for member in archive:
-            entries += 1
-            if entries > request["max_entries"]:
-                raise Refused(errno.EFBIG, f"more than {request['max_entries']} entries")
-            room -= member.size
-            if room < 0:
-                raise Refused(errno.EFBIG, f"more than {request['max_bytes']} bytes")
-            name = _inside(member.name)
-            if not name:
-                continue
-            if member.isdir():
-                os.close(_open_folder(name, create=True, strict=True, anchor=anchor))
-                modes.append((name, member.mode & 0o777))
-                continue
-            folder, base = _parent(name, create=True, strict=True, anchor=anchor)
-            try:
-                _unpack(archive, member, folder, base, name, anchor)
-            finally:
-                os.close(folder)
+    """Unpack the tar in the file ``descriptors[1]``: once through to check every member, then again to write."""
+    with os.fdopen(descriptors[1], "rb", closefd=False, buffering=_CHUNK) as source:
+        source.seek(0)
+        total, entries = 0, 0
+        with tarfile.open(fileobj=source, mode="r:") as archive:
+            for member in archive:
+                _check_member(member)
+                entries += 1
+                total += member.size
+        if entries > request["max_entries"] or total > request["max_bytes"]:
+            raise Refused(
+                errno.EFBIG, f"more than {request['max_entries']} entries or {request['max_bytes']} bytes"
+            )
+        os.close(_open_folder(request["path"], create=True))
+        anchor = os.open(request["path"], os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        modes: list[tuple[str, int]] = []
+        source.seek(0)
+        with tarfile.open(fileobj=source, mode="r:") as archive:
+            for member in archive:
+                name = _inside(member.name)
+                if not name:
+                    continue
+                if member.isdir():
+                    os.close(_open_folder(name, create=True, anchor=anchor))
+                    modes.append((name, member.mode & 0o777))
+                    continue
+                folder, base = _parent(name, create=True, anchor=anchor)
+                try:
+                    _unpack(archive, member, folder, base, anchor)
+                finally:
+                    os.close(folder)
     # Last, so that a directory without write permission can still be filled.
     for name, mode in reversed(modes):
-        folder = _open_folder(name, create=False, strict=True, anchor=anchor)
+        folder = _open_folder(name, create=False, anchor=anchor)
         try:
             os.fchmod(folder, mode)
         finally:
             os.close(folder)
-    return {"entries": entries, "bytes": request["max_bytes"] - room}
+    return {"entries": entries, "bytes": total}
 
 
-def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: int, base: str, name: str, anchor: int) -> None:
+def _check_member(member: tarfile.TarInfo) -> None:
+    """Refuse what has no place in a tree: other kinds of file, names and links that lead out of it."""
+    name = _inside(member.name)
+    if not (member.isdir() or member.isreg() or member.issym() or member.islnk()):
+        raise Refused(errno.EILSEQ, f"{member.name}: neither a directory, a regular file nor a link")
     if member.issym():
         target = os.path.normpath(os.path.join(os.path.dirname(name), member.linkname))
         if member.linkname.startswith("/") or target == ".." or target.startswith("../"):
-            raise Refused(errno.EPERM, f"{name}: the link leads out of the tree")
+            raise Refused(errno.EILSEQ, f"{member.name}: the link leads out of the tree")
+    if member.islnk():
+        _inside(member.linkname)
+
+
+def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: int, base: str, anchor: int) -> None:
+    if member.issym():
         _clear(folder, base)
         os.symlink(member.linkname, base, dir_fd=folder)
     elif member.islnk():
-        origin, origin_base = _parent(_inside(member.linkname), create=False, strict=True, anchor=anchor)
+        origin, origin_base = _parent(_inside(member.linkname), create=False, anchor=anchor)
         try:
             _clear(folder, base)
             os.link(origin_base, base, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
         finally:
             os.close(origin)
-    elif member.isreg():
+    else:
         _clear(folder, base)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(base, flags, 0o600, dir_fd=folder), "wb") as sink:
             content: Any = archive.extractfile(member)
             _copy(content, sink)
             os.fchmod(sink.fileno(), member.mode & 0o777)
-    else:
-        raise Refused(errno.EPERM, f"{name}: neither a directory, a regular file nor a link")
 
 
 def _copy(source: BinaryIO, sink: BinaryIO) -> None:
@@ -304,27 +323,21 @@ def _inside(name: str) -> str:
     """The normal form of an archive's relative name; raises Refused for one that leads elsewhere."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts:
-        raise Refused(errno.EPERM, f"{name}: leads out of the tree")
+        raise Refused(errno.EILSEQ, f"{name}: leads out of the tree")
     return "/".join(parts)
 
 
-def _parent(path: str, *, create: bool, strict: bool, anchor: int | None = None) -> tuple[int, str]:
+def _parent(path: str, *, create: bool, anchor: int | None = None) -> tuple[int, str]:
     """Open the directory that holds ``path``; answers its descriptor (the caller's to close) and the last name."""
-    stripped = path.rstrip("/")
-    folder, _, name = stripped.rpartition("/")
+    folder, _, name = path.rstrip("/").rpartition("/")
     if name in ("", ".", ".."):
         raise Refused(errno.EINVAL, "the path does not end in a name")
-    if anchor is None:
-        return _open_folder(folder or "/", create=create, strict=strict), name
-    return _open_folder(folder, create=create, strict=strict, anchor=anchor), name
+    return _open_folder(folder, create=create, anchor=anchor), name
 
 
-def _open_folder(path: str, *, create: bool, strict: bool, anchor: int | None = None) -> int:
+def _open_folder(path: str, *, create: bool, anchor: int | None = None) -> int:
+    """Open a directory component by component from the root (or ``anchor``); none may be a symbolic link."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    if not strict:
-        if create:
-            os.makedirs(path, exist_ok=True)
-        return os.open(path, flags)
     here = os.dup(anchor) if anchor is not None else os.open("/", flags)
     try:
         for part in path.split("/"):
