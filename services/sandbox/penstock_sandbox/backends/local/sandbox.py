@@ -59,9 +59,10 @@ class LocalSandbox(SandboxHandle):
         self.upper = upper
         self.layer_ids: tuple[str, ...] = ()
         self.default_env = default_env
-        self._group = group
+        self.group = group
         self._on_lost = on_lost
         self._release = release
+        self.kept_as: Path | None = None
         self._channel: Channel | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._processes: dict[int, LocalProcess] = {}
@@ -69,6 +70,10 @@ class LocalSandbox(SandboxHandle):
         self._endpoint: Endpoint | None = None
         self._ended = False
         self._destroyed: asyncio.Task[None] | None = None
+
+    def join_files(self) -> list[str]:
+        """Files of its control groups to which each of its processes writes itself before anything else."""
+        return self.group.members_files if self.group is not None else []
 
     # Opening -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +195,7 @@ class LocalSandbox(SandboxHandle):
 
     def oom_kills(self) -> int:
         """How often the kernel killed in this sandbox for memory."""
-        return self._group.oom_kills() if self._group is not None else 0
+        return self.group.oom_kills() if self.group is not None else 0
 
     # Files -------------------------------------------------------------------------------------------------------
 
@@ -279,7 +284,7 @@ class LocalSandbox(SandboxHandle):
             await endpoint.aclose()
 
     async def stats(self) -> Stats:
-        figures = self._group.stats() if self._group is not None else Stats()
+        figures = self.group.stats() if self.group is not None else Stats()
         disk = await asyncio.to_thread(layers.size, self.upper)
         return Stats(figures.memory_bytes, figures.memory_peak_bytes, figures.pids, figures.cpu_s, disk)
 
@@ -293,6 +298,10 @@ class LocalSandbox(SandboxHandle):
             self._destroyed = asyncio.create_task(self._destroy(), name=f"destroy-{self.id}")
         # Shielded: a caller that gives up does not stop the removal.
         await asyncio.shield(self._destroyed)
+
+    def keep_upper(self, target: Path) -> None:
+        """Have ``destroy`` move the sandbox's files to ``target`` instead of removing them."""
+        self.kept_as = target
 
     async def _destroy(self) -> None:
         if not self._ended:

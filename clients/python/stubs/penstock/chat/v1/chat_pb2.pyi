@@ -12,7 +12,6 @@ says otherwise; identifiers are lower-case hexadecimal strings of 128 random bit
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -66,7 +65,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
     """It ended with tool calls."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 4
-    """Aborted by whoever asked for it; the tokens so far are exact but the turn is not complete."""
+    """Aborted by whoever asked for it; the tokens so far are exact but the turn is not complete. Never an answer to an agent."""
     FINISH_REASON_CONTENT_FILTER: _FinishReason.ValueType  # 5
     """Withheld by a provider's filter."""
 
@@ -81,7 +80,7 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
 """It ended with tool calls."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 4
-"""Aborted by whoever asked for it; the tokens so far are exact but the turn is not complete."""
+"""Aborted by whoever asked for it; the tokens so far are exact but the turn is not complete. Never an answer to an agent."""
 FINISH_REASON_CONTENT_FILTER: FinishReason.ValueType  # 5
 """Withheld by a provider's filter."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
@@ -402,7 +401,7 @@ class Sampling(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     THINKING_FIELD_NUMBER: _builtins.int
     THINKING_BUDGET_TOKENS_FIELD_NUMBER: _builtins.int
-    RESPONSE_FORMAT_FIELD_NUMBER: _builtins.int
+    RESPONSE_FORMAT_JSON_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 = greedy. Range [0, 5]."""
     top_p: _builtins.float
@@ -428,6 +427,10 @@ class Sampling(_message.Message):
     """Whether the template's thinking mode is asked for."""
     thinking_budget_tokens: _builtins.int
     """Most tokens of reasoning, where the engine can bound them."""
+    response_format_json: _builtins.str
+    """A response format as the OpenAI API writes it ({"type": "json_schema", ...}), JSON text, byte for byte as it was asked
+    for; unset = free text.
+    """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Texts that end the completion."""
@@ -435,10 +438,6 @@ class Sampling(_message.Message):
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end the completion, beside the model's own."""
-
-    @_builtins.property
-    def response_format(self) -> _struct_pb2.Struct:
-        """A response format as the OpenAI API writes it ({"type": "json_schema", ...}); unset = free text."""
 
     def __init__(
         self,
@@ -459,11 +458,11 @@ class Sampling(_message.Message):
         top_logprobs: _builtins.int | None = ...,
         thinking: _builtins.bool | None = ...,
         thinking_budget_tokens: _builtins.int | None = ...,
-        response_format: _struct_pb2.Struct | None = ...,
+        response_format_json: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_response_format", b"_response_format", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking", b"_thinking", "_thinking_budget_tokens", b"_thinking_budget_tokens", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "response_format", b"response_format", "seed", b"seed", "temperature", b"temperature", "thinking", b"thinking", "thinking_budget_tokens", b"thinking_budget_tokens", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_response_format_json", b"_response_format_json", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking", b"_thinking", "_thinking_budget_tokens", b"_thinking_budget_tokens", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "response_format_json", b"response_format_json", "seed", b"seed", "temperature", b"temperature", "thinking", b"thinking", "thinking_budget_tokens", b"thinking_budget_tokens", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_response_format", b"_response_format", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking", b"_thinking", "_thinking_budget_tokens", b"_thinking_budget_tokens", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "response_format", b"response_format", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking", b"thinking", "thinking_budget_tokens", b"thinking_budget_tokens", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_response_format_json", b"_response_format_json", "_seed", b"_seed", "_temperature", b"_temperature", "_thinking", b"_thinking", "_thinking_budget_tokens", b"_thinking_budget_tokens", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "response_format_json", b"response_format_json", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "thinking", b"thinking", "thinking_budget_tokens", b"thinking_budget_tokens", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -479,8 +478,8 @@ class Sampling(_message.Message):
     _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
-    _WhichOneofReturnType__response_format: _TypeAlias = _typing.Literal["response_format"]  # noqa: Y015
-    _WhichOneofArgType__response_format: _TypeAlias = _typing.Literal["_response_format", b"_response_format"]  # noqa: Y015
+    _WhichOneofReturnType__response_format_json: _TypeAlias = _typing.Literal["response_format_json"]  # noqa: Y015
+    _WhichOneofArgType__response_format_json: _TypeAlias = _typing.Literal["_response_format_json", b"_response_format_json"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
@@ -510,7 +509,7 @@ class Sampling(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__response_format) -> _WhichOneofReturnType__response_format | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__response_format_json) -> _WhichOneofReturnType__response_format_json | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload

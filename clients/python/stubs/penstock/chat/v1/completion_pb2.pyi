@@ -77,7 +77,8 @@ Global___PolicyVersionSpan: _TypeAlias = PolicyVersionSpan  # noqa: Y015
 
 @_typing.final
 class TokenSpan(_message.Message):
-    """Sampled tokens, exactly as the engine sampled them.
+    """Sampled tokens, exactly as the engine sampled them: every one, the stop token included if it was sampled, and those of a
+    matched stop text up to the one that completed it. (The text that an agent is shown ends before the stop.)
 
     Encoding: `token_ids` is `count` little-endian int32, 4 bytes each; `logprobs` is `count` little-endian float32, or empty
     where the engine gives none. numpy.frombuffer(b, "<i4") and ("<f4") read them without a copy.
@@ -90,14 +91,21 @@ class TokenSpan(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGPROBS_MODE_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_COUNT_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     count: _builtins.int
     logprobs: _builtins.bytes
     """Natural logarithms, finite and <= 0."""
     logprobs_mode: Global___LogprobsMode.ValueType
+    top_token_ids: _builtins.bytes
+    """Alternatives, when Sampling.top_logprobs asked for them: count * top_count entries, a row per token."""
+    top_logprobs: _builtins.bytes
+    top_count: _builtins.int
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyVersionSpan]:
-        """Ascending, without gaps, covering [0, count)."""
+        """Ascending, without gaps, covering [0, count). Empty = unknown, which is refused where a rollout bounds its policy version."""
 
     def __init__(
         self,
@@ -107,10 +115,13 @@ class TokenSpan(_message.Message):
         logprobs: _builtins.bytes = ...,
         logprobs_mode: Global___LogprobsMode.ValueType = ...,
         versions: _abc.Iterable[Global___PolicyVersionSpan] | None = ...,
+        top_token_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+        top_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "token_ids", b"token_ids", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "logprobs", b"logprobs", "logprobs_mode", b"logprobs_mode", "token_ids", b"token_ids", "top_count", b"top_count", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -533,7 +533,7 @@ class ArtifactSpec(_message.Message):
     required: _builtins.bool
     """Whether its absence is a failure of the rollout."""
     max_bytes: _builtins.int
-    """More is cut; unset = 1 MiB."""
+    """More is cut; unset = 1 MiB, which is the most."""
     def __init__(
         self,
         *,

@@ -32,7 +32,7 @@ class Agent(_message.Message):
     BUILT_IN_FIELD_NUMBER: _builtins.int
     REGISTER_TIME_FIELD_NUMBER: _builtins.int
     spec_sha256: _builtins.str
-    """Hexadecimal SHA-256 of the spec's content."""
+    """A digest of the spec's content. Opaque: computed by the service only, compared and passed back by clients."""
     built_in: _builtins.bool
     @_builtins.property
     def spec(self) -> _agent_pb2.AgentSpec: ...
@@ -111,15 +111,19 @@ class GetAgentRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    SPEC_SHA256_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    spec_sha256: _builtins.str
+    """A version that some rollout used; empty = the newest."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        spec_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "spec_sha256", b"spec_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,6 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from penstock.chat.v1 import chat_pb2 as penstock_dot_chat_dot_v1_dot_chat__pb2
 from penstock.driver.v1 import agent_pb2 as penstock_dot_driver_dot_v1_dot_agent__pb2
 from penstock.interception.v1 import interception_pb2 as penstock_dot_interception_dot_v1_dot_interception__pb2
 from penstock.sandbox.v1 import process_service_pb2 as penstock_dot_sandbox_dot_v1_dot_process__service__pb2
@@ -33,7 +34,7 @@ from penstock.sandbox.v1 import sandbox_service_pb2 as penstock_dot_sandbox_dot_
 from penstock.trajectory.v1 import trajectory_pb2 as penstock_dot_trajectory_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n penstock/driver/v1/rollout.proto\x12\x12penstock.driver.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1epenstock/driver/v1/agent.proto\x1a+penstock/interception/v1/interception.proto\x1a)penstock/sandbox/v1/process_service.proto\x1a!penstock/sandbox/v1/sandbox.proto\x1a)penstock/sandbox/v1/sandbox_service.proto\x1a\'penstock/trajectory/v1/trajectory.proto\"\xd0\x02\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x13\n\x0binstruction\x18\x02 \x01(\t\x12,\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x1d.penstock.sandbox.v1.SeedFile\x12+\n\x05setup\x18\x04 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Command\x12\x33\n\x08verifier\x18\x05 \x01(\x0b\x32\x1c.penstock.driver.v1.VerifierH\x00\x88\x01\x01\x12.\n\x03\x65nv\x18\x06 \x03(\x0b\x32!.penstock.driver.v1.Task.EnvEntry\x12)\n\x08metadata\x18\x07 \x01(\x0b\x32\x17.google.protobuf.Struct\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\t_verifier\"\xfc\x02\n\x08Verifier\x12,\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1d.penstock.sandbox.v1.SeedFile\x12.\n\x08\x63ommands\x18\x02 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Command\x12\x35\n\x0breward_file\x18\x03 \x01(\x0b\x32\x1e.penstock.driver.v1.RewardFileH\x00\x12=\n\x0cpassed_share\x18\x04 \x01(\x0b\x32%.penstock.driver.v1.RewardPassedShareH\x00\x12\x16\n\trange_min\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\trange_max\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x32\n\x0f\x63ommand_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nfresh_fork\x18\x08 \x01(\x08\x42\x08\n\x06rewardB\x0c\n\n_range_minB\x0c\n\n_range_max\"\x0c\n\nRewardFile\"\x13\n\x11RewardPassedShare\"\xa8\x01\n\x0b\x41gentChoice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bspec_sha256\x18\x02 \x01(\t\x12(\n\x07options\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x18\n\x10skip_permissions\x18\x04 \x01(\x08\x12\x32\n\x0bmcp_servers\x18\x05 \x03(\x0b\x32\x1d.penstock.driver.v1.McpServer\"\xe9\x01\n\tMcpServer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x34\n\x05stdio\x18\x02 \x01(\x0b\x32#.penstock.driver.v1.McpServer.StdioH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x1a|\n\x05Stdio\x12\x0c\n\x04\x61rgs\x18\x01 \x03(\t\x12\x39\n\x03\x65nv\x18\x02 \x03(\x0b\x32,.penstock.driver.v1.McpServer.Stdio.EnvEntry\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\ttransport\"b\n\rSandboxChoice\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\r\n\x05image\x18\x02 \x01(\t\x12\x31\n\tresources\x18\x03 \x01(\x0b\x32\x1e.penstock.sandbox.v1.Resources\"\xb3\x01\n\x06Limits\x12*\n\x07prepare\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05setup\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05\x61gent\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06verify\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc9\x04\n\x0bRolloutSpec\x12&\n\x04task\x18\x01 \x01(\x0b\x32\x18.penstock.driver.v1.Task\x12.\n\x05\x61gent\x18\x02 \x01(\x0b\x32\x1f.penstock.driver.v1.AgentChoice\x12,\n\x04mode\x18\x03 \x01(\x0e\x32\x1e.penstock.interception.v1.Mode\x12\x35\n\x06source\x18\x04 \x01(\x0b\x32%.penstock.interception.v1.ModelSource\x12\x32\n\x07sandbox\x18\x05 \x01(\x0b\x32!.penstock.driver.v1.SandboxChoice\x12*\n\x06limits\x18\x06 \x01(\x0b\x32\x1a.penstock.driver.v1.Limits\x12\x32\n\x07\x62udgets\x18\x07 \x01(\x0b\x32!.penstock.interception.v1.Budgets\x12\x41\n\x06policy\x18\x08 \x01(\x0b\x32\x31.penstock.interception.v1.PolicyVersionConstraint\x12\x13\n\x06run_id\x18\t \x01(\tH\x00\x88\x01\x01\x12;\n\x06labels\x18\n \x03(\x0b\x32+.penstock.driver.v1.RolloutSpec.LabelsEntry\x12\x11\n\x04seed\x18\x0b \x01(\x03H\x01\x88\x01\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\t\n\x07_run_idB\x07\n\x05_seed\"\x98\x01\n\x07\x46\x61ilure\x12/\n\x05\x63\x61use\x18\x01 \x01(\x0e\x32 .penstock.driver.v1.FailureCause\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretriable\x18\x04 \x01(\x08\x12(\n\x05phase\x18\x05 \x01(\x0e\x32\x19.penstock.driver.v1.Phase\"I\n\tAgentExit\x12\'\n\x04\x65xit\x18\x01 \x01(\x0b\x32\x19.penstock.sandbox.v1.Exit\x12\x13\n\x0bstderr_tail\x18\x02 \x01(\x0c\"\xcf\x01\n\x07Outcome\x12\x31\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x1b.penstock.driver.v1.FailureH\x00\x88\x01\x01\x12\x33\n\x06reward\x18\x02 \x01(\x0b\x32\x1e.penstock.trajectory.v1.RewardH\x01\x88\x01\x01\x12\x36\n\nagent_exit\x18\x03 \x01(\x0b\x32\x1d.penstock.driver.v1.AgentExitH\x02\x88\x01\x01\x42\n\n\x08_failureB\t\n\x07_rewardB\r\n\x0b_agent_exit\"\xdf\x03\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x15\n\x08group_id\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05index\x18\x03 \x01(\x05\x12-\n\x04spec\x18\x04 \x01(\x0b\x32\x1f.penstock.driver.v1.RolloutSpec\x12(\n\x05phase\x18\x05 \x01(\x0e\x32\x19.penstock.driver.v1.Phase\x12\x31\n\x07outcome\x18\x06 \x01(\x0b\x32\x1b.penstock.driver.v1.OutcomeH\x01\x88\x01\x01\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x0bphase_times\x18\t \x03(\x0b\x32\x1d.penstock.driver.v1.PhaseTime\x12\x19\n\x11\x61gent_spec_sha256\x18\n \x01(\t\x12\x30\n\tfork_kind\x18\x0b \x01(\x0e\x32\x1d.penstock.sandbox.v1.ForkKind\x12\x15\n\rlast_sequence\x18\x0c \x01(\x03\x42\x0b\n\t_group_idB\n\n\x08_outcome\"b\n\tPhaseTime\x12(\n\x05phase\x18\x01 \x01(\x0e\x32\x19.penstock.driver.v1.Phase\x12+\n\x08\x64uration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\";\n\x0fStragglerPolicy\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x99\x02\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12-\n\x04spec\x18\x02 \x01(\x0b\x32\x1f.penstock.driver.v1.RolloutSpec\x12\x0c\n\x04size\x18\x03 \x01(\x05\x12\x0e\n\x06spares\x18\x04 \x01(\x05\x12\x0e\n\x06quorum\x18\x05 \x01(\x05\x12\x37\n\nstragglers\x18\x06 \x01(\x0b\x32#.penstock.driver.v1.StragglerPolicy\x12\x13\n\x0brollout_ids\x18\x07 \x03(\t\x12\x13\n\x0b\x65nded_count\x18\x08 \x01(\x05\x12\r\n\x05\x65nded\x18\t \x01(\x08\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xf0\x03\n\x0cRolloutEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x39\n\rphase_changed\x18\x04 \x01(\x0b\x32 .penstock.driver.v1.PhaseChangedH\x00\x12?\n\x10\x63ommand_finished\x18\x05 \x01(\x0b\x32#.penstock.driver.v1.CommandFinishedH\x00\x12\x35\n\x0b\x61gent_event\x18\x06 \x01(\x0b\x32\x1e.penstock.driver.v1.AgentEventH\x00\x12\x39\n\rcall_finished\x18\x07 \x01(\x0b\x32 .penstock.driver.v1.CallFinishedH\x00\x12\x39\n\x08\x61rtifact\x18\x08 \x01(\x0b\x32%.penstock.driver.v1.ArtifactCollectedH\x00\x12\x30\n\x08progress\x18\t \x01(\x0b\x32\x1c.penstock.driver.v1.ProgressH\x00\x12,\n\x05\x65nded\x18\n \x01(\x0b\x32\x1b.penstock.driver.v1.OutcomeH\x00\x42\x07\n\x05\x65vent\"8\n\x0cPhaseChanged\x12(\n\x05phase\x18\x01 \x01(\x0e\x32\x19.penstock.driver.v1.Phase\"\xcc\x01\n\x0f\x43ommandFinished\x12(\n\x05phase\x18\x01 \x01(\x0e\x32\x19.penstock.driver.v1.Phase\x12\r\n\x05index\x18\x02 \x01(\x05\x12-\n\x07\x63ommand\x18\x03 \x01(\x0b\x32\x1c.penstock.sandbox.v1.Command\x12\'\n\x04\x65xit\x18\x04 \x01(\x0b\x32\x19.penstock.sandbox.v1.Exit\x12\x13\n\x0bstdout_tail\x18\x05 \x01(\x0c\x12\x13\n\x0bstderr_tail\x18\x06 \x01(\x0c\"w\n\nAgentEvent\x12\x30\n\x04kind\x18\x01 \x01(\x0e\x32\".penstock.driver.v1.AgentEventKind\x12%\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x10\n\x08raw_line\x18\x03 \x01(\x0c\":\n\x0c\x43\x61llFinished\x12*\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x1c.penstock.trajectory.v1.Call\"E\n\x11\x41rtifactCollected\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x11\n\ttruncated\x18\x03 \x01(\x08\"\x1b\n\x08Progress\x12\x0f\n\x07message\x18\x01 \x01(\t*\xc1\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x10\n\x0cPHASE_QUEUED\x10\x01\x12\x13\n\x0fPHASE_PREPARING\x10\x02\x12\x15\n\x11PHASE_CONFIGURING\x10\x03\x12\x14\n\x10PHASE_SETTING_UP\x10\x04\x12\x11\n\rPHASE_RUNNING\x10\x05\x12\x13\n\x0fPHASE_VERIFYING\x10\x06\x12\x14\n\x10PHASE_COLLECTING\x10\x07\x12\x0f\n\x0bPHASE_ENDED\x10\x08*\x87\x02\n\x0c\x46\x61ilureCause\x12\x1d\n\x19\x46\x41ILURE_CAUSE_UNSPECIFIED\x10\x00\x12 \n\x1c\x46\x41ILURE_CAUSE_INFRASTRUCTURE\x10\x01\x12\x16\n\x12\x46\x41ILURE_CAUSE_TASK\x10\x02\x12\x17\n\x13\x46\x41ILURE_CAUSE_AGENT\x10\x03\x12\x19\n\x15\x46\x41ILURE_CAUSE_TIMEOUT\x10\x04\x12\x18\n\x14\x46\x41ILURE_CAUSE_BUDGET\x10\x05\x12\x1a\n\x16\x46\x41ILURE_CAUSE_VERIFIER\x10\x06\x12\x17\n\x13\x46\x41ILURE_CAUSE_MODEL\x10\x07\x12\x1b\n\x17\x46\x41ILURE_CAUSE_CANCELLED\x10\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n penstock/driver/v1/rollout.proto\x12\x12penstock.driver.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bpenstock/chat/v1/chat.proto\x1a\x1epenstock/driver/v1/agent.proto\x1a+penstock/interception/v1/interception.proto\x1a)penstock/sandbox/v1/process_service.proto\x1a!penstock/sandbox/v1/sandbox.proto\x1a)penstock/sandbox/v1/sandbox_service.proto\x1a\'penstock/trajectory/v1/trajectory.proto\"\xd0\x02\n\x04Task\x12\x0f\n\x07task_id\x18\x01 \x01(\t\x12\x13\n\x0binstruction\x18\x02 \x01(\t\x12,\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x1d.penstock.sandbox.v1.SeedFile\x12+\n\x05setup\x18\x04 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Command\x12\x33\n\x08verifier\x18\x05 \x01(\x0b\x32\x1c.penstock.driver.v1.VerifierH\x00\x88\x01\x01\x12.\n\x03\x65nv\x18\x06 \x03(\x0b\x32!.penstock.driver.v1.Task.EnvEntry\x12)\n\x08metadata\x18\x07 \x01(\x0b\x32\x17.google.protobuf.Struct\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\t_verifier\"\xfc\x02\n\x08Verifier\x12,\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1d.penstock.sandbox.v1.SeedFile\x12.\n\x08\x63ommands\x18\x02 \x03(\x0b\x32\x1c.penstock.sandbox.v1.Command\x12\x35\n\x0breward_file\x18\x03 \x01(\x0b\x32\x1e.penstock.driver.v1.RewardFileH\x00\x12=\n\x0cpassed_share\x18\x04 \x01(\x0b\x32%.penstock.driver.v1.RewardPassedShareH\x00\x12\x16\n\trange_min\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\trange_max\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x32\n\x0f\x63ommand_timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nfresh_fork\x18\x08 \x01(\x08\x42\x08\n\x06rewardB\x0c\n\n_range_minB\x0c\n\n_range_max\"\x0c\n\nRewardFile\"\x13\n\x11RewardPassedShare\"\xa8\x01\n\x0b\x41gentChoice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bspec_sha256\x18\x02 \x01(\t\x12(\n\x07options\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x18\n\x10skip_permissions\x18\x04 \x01(\x08\x12\x32\n\x0bmcp_servers\x18\x05 \x03(\x0b\x32\x1d.penstock.driver.v1.McpServer\"\xe4\x02\n\tMcpServer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x34\n\x05stdio\x18\x02 \x01(\x0b\x32#.penstock.driver.v1.McpServer.StdioH\x00\x12\r\n\x03url\x18\x03 \x01(\tH\x00\x1a\xf6\x01\n\x05Stdio\x12\x0c\n\x04\x61rgs\x18\x01 \x03(\t\x12\x39\n\x03\x65nv\x18\x02 \x03(\x0b\x32,.penstock.driver.v1.McpServer.Stdio.EnvEntry\x12\x46\n\nsecret_env\x18\x03 \x03(\x0b\x32\x32.penstock.driver.v1.McpServer.Stdio.SecretEnvEntry\x1a*\n\x08\x45nvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x30\n\x0eSecretEnvEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\ttransport\"\x9d\x01\n\rSandboxChoice\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\r\n\x05image\x18\x02 \x01(\t\x12\x31\n\tresources\x18\x03 \x01(\x0b\x32\x1e.penstock.sandbox.v1.Resources\x12\x39\n\rsetup_network\x18\x04 \x01(\x0b\x32\".penstock.sandbox.v1.NetworkPolicy\"\xb3\x01\n\x06Limits\x12*\n\x07prepare\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05setup\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05\x61gent\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06verify\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x9b\x05\n\x0bRolloutSpec\x12&\n\x04task\x18\x01 \x01(\x0b\x32\x18.penstock.driver.v1.Task\x12.\n\x05\x61gent\x18\x02 \x01(\x0b\x32\x1f.penstock.driver.v1.AgentChoice\x12,\n\x04mode\x18\x03 \x01(\x0e\x32\x1e.penstock.interception.v1.Mode\x12\x35\n\x06source\x18\x04 \x01(\x0b\x32%.penstock.interception.v1.ModelSource\x12\x32\n\x07sandbox\x18\x05 \x01(\x0b\x32!.penstock.driver.v1.SandboxChoice\x12*\n\x06limits\x18\x06 \x01(\x0b\x32\x1a.penstock.driver.v1.Limits\x12\x32\n\x07\x62udgets\x18\x07 \x01(\x0b\x32!.penstock.interception.v1.Budgets\x12\x41\n\x06policy\x18\x08 \x01(\x0b\x32\x31.penstock.interception.v1.PolicyVersionConstraint\x12\x13\n\x06run_id\x18\t \x01(\tH\x00\x88\x01\x01\x12;\n\x06labels\x18\n \x03(\x0b\x32+.penstock.driver.v1.RolloutSpec.LabelsEntry\x12\x11\n\x04seed\x18\x0b \x01(\x03H\x01\x88\x01\x01\x12:\n\x11sampling_override\x18\x0c \x01(\x0b\x32\x1a.penstock.chat.v1.SamplingH\x02\x88\x01\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\t\n\x07_run_idB\x07\n\x05_seedB\x14\n\x12_sampling_override\"\x98\x01\n\x07\x46\x61ilure\x12/\n\x05\x63\x61use\x18\x01 \x01(\x0e\x32 .penstock.driver.v1.FailureCause\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x11\n\tretriable\x18\x04 \x01(\x08\x12(\n\x05phase\x18\x05 \x01(\x0e\x32\x19.penstock.driver.v1.Phase\"I\n\tAgentExit\x12\'\n\x04\x65xit\x18\x01 \x01(\x0b\x32\x19.penstock.sandbox.v1.Exit\x12\x13\n\x0bstderr_tail\x18\x02 \x01(\x0c\"\xcf\x01\n\x07Outcome\x12\x31\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x1b.penstock.driver.v1.FailureH\x00\x88\x01\x01\x12\x33\n\x06reward\x18\x02 \x01(\x0b\x32\x1e.penstock.trajectory.v1.RewardH\x01\x88\x01\x01\x12\x36\n\nagent_exit\x18\x03 \x01(\x0b\x32\x1d.penstock.driver.v1.AgentExitH\x02\x88\x01\x01\x42\n\n\x08_failureB\t\n\x07_rewardB\r\n\x0b_agent_exit\"\xdf\x03\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x15\n\x08group_id\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\r\n\x05index\x18\x03 \x01(\x05\x12-\n\x04spec\x18\x04 \x01(\x0b\x32\x1f.penstock.driver.v1.RolloutSpec\x12(\n\x05phase\x18\x05 \x01(\x0e\x32\x19.penstock.driver.v1.Phase\x12\x31\n\x07outcome\x18\x06 \x01(\x0b\x32\x1b.penstock.driver.v1.OutcomeH\x01\x88\x01\x01\x12/\n\x0b\x63reate_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x0bphase_times\x18\t \x03(\x0b\x32\x1d.penstock.driver.v1.PhaseTime\x12\x19\n\x11\x61gent_spec_sha256\x18\n \x01(\t\x12\x30\n\tfork_kind\x18\x0b \x01(\x0e\x32\x1d.penstock.sandbox.v1.ForkKind\x12\x15\n\rlast_sequence\x18\x0c \x01(\x03\x42\x0b\n\t_group_idB\n\n\x08_outcome\"b\n\tPhaseTime\x12(\n\x05phase\x18\x01 \x01(\x0e\x32\x19.penstock.driver.v1.Phase\x12+\n\x08\x64uration\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\";\n\x0fStragglerPolicy\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf5\x02\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12-\n\x04spec\x18\x02 \x01(\x0b\x32\x1f.penstock.driver.v1.RolloutSpec\x12\x0c\n\x04size\x18\x03 \x01(\x05\x12\x0e\n\x06spares\x18\x04 \x01(\x05\x12\x0e\n\x06quorum\x18\x05 \x01(\x05\x12\x37\n\nstragglers\x18\x06 \x01(\x0b\x32#.penstock.driver.v1.StragglerPolicy\x12\x13\n\x0brollout_ids\x18\x07 \x03(\t\x12\x13\n\x0b\x65nded_count\x18\x08 \x01(\x05\x12\r\n\x05\x65nded\x18\t \x01(\x08\x12/\n\x0b\x63reate_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08\x63omplete\x18\x0b \x01(\x08\x12\x1a\n\x12result_rollout_ids\x18\x0c \x03(\t\x12,\n\x08\x65nd_time\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xf0\x03\n\x0cRolloutEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12(\n\x04time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x39\n\rphase_changed\x18\x04 \x01(\x0b\x32 .penstock.driver.v1.PhaseChangedH\x00\x12?\n\x10\x63ommand_finished\x18\x05 \x01(\x0b\x32#.penstock.driver.v1.CommandFinishedH\x00\x12\x35\n\x0b\x61gent_event\x18\x06 \x01(\x0b\x32\x1e.penstock.driver.v1.AgentEventH\x00\x12\x39\n\rcall_finished\x18\x07 \x01(\x0b\x32 .penstock.driver.v1.CallFinishedH\x00\x12\x39\n\x08\x61rtifact\x18\x08 \x01(\x0b\x32%.penstock.driver.v1.ArtifactCollectedH\x00\x12\x30\n\x08progress\x18\t \x01(\x0b\x32\x1c.penstock.driver.v1.ProgressH\x00\x12,\n\x05\x65nded\x18\n \x01(\x0b\x32\x1b.penstock.driver.v1.OutcomeH\x00\x42\x07\n\x05\x65vent\"8\n\x0cPhaseChanged\x12(\n\x05phase\x18\x01 \x01(\x0e\x32\x19.penstock.driver.v1.Phase\"\xcc\x01\n\x0f\x43ommandFinished\x12(\n\x05phase\x18\x01 \x01(\x0e\x32\x19.penstock.driver.v1.Phase\x12\r\n\x05index\x18\x02 \x01(\x05\x12-\n\x07\x63ommand\x18\x03 \x01(\x0b\x32\x1c.penstock.sandbox.v1.Command\x12\'\n\x04\x65xit\x18\x04 \x01(\x0b\x32\x19.penstock.sandbox.v1.Exit\x12\x13\n\x0bstdout_tail\x18\x05 \x01(\x0c\x12\x13\n\x0bstderr_tail\x18\x06 \x01(\x0c\"w\n\nAgentEvent\x12\x30\n\x04kind\x18\x01 \x01(\x0e\x32\".penstock.driver.v1.AgentEventKind\x12%\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x10\n\x08raw_line\x18\x03 \x01(\x0c\":\n\x0c\x43\x61llFinished\x12*\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\x1c.penstock.trajectory.v1.Call\"Y\n\x11\x41rtifactCollected\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\x12\x11\n\ttruncated\x18\x03 \x01(\x08\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\"\x1b\n\x08Progress\x12\x0f\n\x07message\x18\x01 \x01(\t*\xc1\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x10\n\x0cPHASE_QUEUED\x10\x01\x12\x13\n\x0fPHASE_PREPARING\x10\x02\x12\x15\n\x11PHASE_CONFIGURING\x10\x03\x12\x14\n\x10PHASE_SETTING_UP\x10\x04\x12\x11\n\rPHASE_RUNNING\x10\x05\x12\x13\n\x0fPHASE_VERIFYING\x10\x06\x12\x14\n\x10PHASE_COLLECTING\x10\x07\x12\x0f\n\x0bPHASE_ENDED\x10\x08*\x87\x02\n\x0c\x46\x61ilureCause\x12\x1d\n\x19\x46\x41ILURE_CAUSE_UNSPECIFIED\x10\x00\x12 \n\x1c\x46\x41ILURE_CAUSE_INFRASTRUCTURE\x10\x01\x12\x16\n\x12\x46\x41ILURE_CAUSE_TASK\x10\x02\x12\x17\n\x13\x46\x41ILURE_CAUSE_AGENT\x10\x03\x12\x19\n\x15\x46\x41ILURE_CAUSE_TIMEOUT\x10\x04\x12\x18\n\x14\x46\x41ILURE_CAUSE_BUDGET\x10\x05\x12\x1a\n\x16\x46\x41ILURE_CAUSE_VERIFIER\x10\x06\x12\x17\n\x13\x46\x41ILURE_CAUSE_MODEL\x10\x07\x12\x1b\n\x17\x46\x41ILURE_CAUSE_CANCELLED\x10\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,64 +45,68 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TASK_ENVENTRY']._serialized_options = b'8\001'
   _globals['_MCPSERVER_STDIO_ENVENTRY']._loaded_options = None
   _globals['_MCPSERVER_STDIO_ENVENTRY']._serialized_options = b'8\001'
+  _globals['_MCPSERVER_STDIO_SECRETENVENTRY']._loaded_options = None
+  _globals['_MCPSERVER_STDIO_SECRETENVENTRY']._serialized_options = b'8\001'
   _globals['_ROLLOUTSPEC_LABELSENTRY']._loaded_options = None
   _globals['_ROLLOUTSPEC_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_PHASE']._serialized_start=4837
-  _globals['_PHASE']._serialized_end=5030
-  _globals['_FAILURECAUSE']._serialized_start=5033
-  _globals['_FAILURECAUSE']._serialized_end=5296
-  _globals['_TASK']._serialized_start=391
-  _globals['_TASK']._serialized_end=727
-  _globals['_TASK_ENVENTRY']._serialized_start=672
-  _globals['_TASK_ENVENTRY']._serialized_end=714
-  _globals['_VERIFIER']._serialized_start=730
-  _globals['_VERIFIER']._serialized_end=1110
-  _globals['_REWARDFILE']._serialized_start=1112
-  _globals['_REWARDFILE']._serialized_end=1124
-  _globals['_REWARDPASSEDSHARE']._serialized_start=1126
-  _globals['_REWARDPASSEDSHARE']._serialized_end=1145
-  _globals['_AGENTCHOICE']._serialized_start=1148
-  _globals['_AGENTCHOICE']._serialized_end=1316
-  _globals['_MCPSERVER']._serialized_start=1319
-  _globals['_MCPSERVER']._serialized_end=1552
-  _globals['_MCPSERVER_STDIO']._serialized_start=1415
-  _globals['_MCPSERVER_STDIO']._serialized_end=1539
-  _globals['_MCPSERVER_STDIO_ENVENTRY']._serialized_start=672
-  _globals['_MCPSERVER_STDIO_ENVENTRY']._serialized_end=714
-  _globals['_SANDBOXCHOICE']._serialized_start=1554
-  _globals['_SANDBOXCHOICE']._serialized_end=1652
-  _globals['_LIMITS']._serialized_start=1655
-  _globals['_LIMITS']._serialized_end=1834
-  _globals['_ROLLOUTSPEC']._serialized_start=1837
-  _globals['_ROLLOUTSPEC']._serialized_end=2422
-  _globals['_ROLLOUTSPEC_LABELSENTRY']._serialized_start=2357
-  _globals['_ROLLOUTSPEC_LABELSENTRY']._serialized_end=2402
-  _globals['_FAILURE']._serialized_start=2425
-  _globals['_FAILURE']._serialized_end=2577
-  _globals['_AGENTEXIT']._serialized_start=2579
-  _globals['_AGENTEXIT']._serialized_end=2652
-  _globals['_OUTCOME']._serialized_start=2655
-  _globals['_OUTCOME']._serialized_end=2862
-  _globals['_ROLLOUT']._serialized_start=2865
-  _globals['_ROLLOUT']._serialized_end=3344
-  _globals['_PHASETIME']._serialized_start=3346
-  _globals['_PHASETIME']._serialized_end=3444
-  _globals['_STRAGGLERPOLICY']._serialized_start=3446
-  _globals['_STRAGGLERPOLICY']._serialized_end=3505
-  _globals['_GROUP']._serialized_start=3508
-  _globals['_GROUP']._serialized_end=3789
-  _globals['_ROLLOUTEVENT']._serialized_start=3792
-  _globals['_ROLLOUTEVENT']._serialized_end=4288
-  _globals['_PHASECHANGED']._serialized_start=4290
-  _globals['_PHASECHANGED']._serialized_end=4346
-  _globals['_COMMANDFINISHED']._serialized_start=4349
-  _globals['_COMMANDFINISHED']._serialized_end=4553
-  _globals['_AGENTEVENT']._serialized_start=4555
-  _globals['_AGENTEVENT']._serialized_end=4674
-  _globals['_CALLFINISHED']._serialized_start=4676
-  _globals['_CALLFINISHED']._serialized_end=4734
-  _globals['_ARTIFACTCOLLECTED']._serialized_start=4736
-  _globals['_ARTIFACTCOLLECTED']._serialized_end=4805
-  _globals['_PROGRESS']._serialized_start=4807
-  _globals['_PROGRESS']._serialized_end=4834
+  _globals['_PHASE']._serialized_start=5243
+  _globals['_PHASE']._serialized_end=5436
+  _globals['_FAILURECAUSE']._serialized_start=5439
+  _globals['_FAILURECAUSE']._serialized_end=5702
+  _globals['_TASK']._serialized_start=420
+  _globals['_TASK']._serialized_end=756
+  _globals['_TASK_ENVENTRY']._serialized_start=701
+  _globals['_TASK_ENVENTRY']._serialized_end=743
+  _globals['_VERIFIER']._serialized_start=759
+  _globals['_VERIFIER']._serialized_end=1139
+  _globals['_REWARDFILE']._serialized_start=1141
+  _globals['_REWARDFILE']._serialized_end=1153
+  _globals['_REWARDPASSEDSHARE']._serialized_start=1155
+  _globals['_REWARDPASSEDSHARE']._serialized_end=1174
+  _globals['_AGENTCHOICE']._serialized_start=1177
+  _globals['_AGENTCHOICE']._serialized_end=1345
+  _globals['_MCPSERVER']._serialized_start=1348
+  _globals['_MCPSERVER']._serialized_end=1704
+  _globals['_MCPSERVER_STDIO']._serialized_start=1445
+  _globals['_MCPSERVER_STDIO']._serialized_end=1691
+  _globals['_MCPSERVER_STDIO_ENVENTRY']._serialized_start=701
+  _globals['_MCPSERVER_STDIO_ENVENTRY']._serialized_end=743
+  _globals['_MCPSERVER_STDIO_SECRETENVENTRY']._serialized_start=1643
+  _globals['_MCPSERVER_STDIO_SECRETENVENTRY']._serialized_end=1691
+  _globals['_SANDBOXCHOICE']._serialized_start=1707
+  _globals['_SANDBOXCHOICE']._serialized_end=1864
+  _globals['_LIMITS']._serialized_start=1867
+  _globals['_LIMITS']._serialized_end=2046
+  _globals['_ROLLOUTSPEC']._serialized_start=2049
+  _globals['_ROLLOUTSPEC']._serialized_end=2716
+  _globals['_ROLLOUTSPEC_LABELSENTRY']._serialized_start=2629
+  _globals['_ROLLOUTSPEC_LABELSENTRY']._serialized_end=2674
+  _globals['_FAILURE']._serialized_start=2719
+  _globals['_FAILURE']._serialized_end=2871
+  _globals['_AGENTEXIT']._serialized_start=2873
+  _globals['_AGENTEXIT']._serialized_end=2946
+  _globals['_OUTCOME']._serialized_start=2949
+  _globals['_OUTCOME']._serialized_end=3156
+  _globals['_ROLLOUT']._serialized_start=3159
+  _globals['_ROLLOUT']._serialized_end=3638
+  _globals['_PHASETIME']._serialized_start=3640
+  _globals['_PHASETIME']._serialized_end=3738
+  _globals['_STRAGGLERPOLICY']._serialized_start=3740
+  _globals['_STRAGGLERPOLICY']._serialized_end=3799
+  _globals['_GROUP']._serialized_start=3802
+  _globals['_GROUP']._serialized_end=4175
+  _globals['_ROLLOUTEVENT']._serialized_start=4178
+  _globals['_ROLLOUTEVENT']._serialized_end=4674
+  _globals['_PHASECHANGED']._serialized_start=4676
+  _globals['_PHASECHANGED']._serialized_end=4732
+  _globals['_COMMANDFINISHED']._serialized_start=4735
+  _globals['_COMMANDFINISHED']._serialized_end=4939
+  _globals['_AGENTEVENT']._serialized_start=4941
+  _globals['_AGENTEVENT']._serialized_end=5060
+  _globals['_CALLFINISHED']._serialized_start=5062
+  _globals['_CALLFINISHED']._serialized_end=5120
+  _globals['_ARTIFACTCOLLECTED']._serialized_start=5122
+  _globals['_ARTIFACTCOLLECTED']._serialized_end=5211
+  _globals['_PROGRESS']._serialized_start=5213
+  _globals['_PROGRESS']._serialized_end=5240
 # @@protoc_insertion_point(module_scope)

@@ -11,6 +11,7 @@ from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from penstock.chat.v1 import chat_pb2 as _chat_pb2
 from penstock.driver.v1 import agent_pb2 as _agent_pb2
 from penstock.interception.v1 import interception_pb2 as _interception_pb2
 from penstock.sandbox.v1 import process_service_pb2 as _process_service_pb2
@@ -151,7 +152,9 @@ class Task(_message.Message):
 
     @_builtins.property
     def setup(self) -> _containers.RepeatedCompositeFieldContainer[_process_service_pb2.Command]:
-        """Run before the agent, in order; the first that fails ends the rollout (R58)."""
+        """Run once, in order, when the prepared state is made that all rollouts of this content share; it sees neither the gate nor the
+        agent's configuration. The first that fails ends the rollout (R57, R58). Where a backend cannot share, it is run in each.
+        """
 
     @_builtins.property
     def verifier(self) -> Global___Verifier:
@@ -188,7 +191,10 @@ Global___Task: _TypeAlias = Task  # noqa: Y015
 
 @_typing.final
 class Verifier(_message.Message):
-    """How a reward is made. All of it happens after the agent and everything that it started are dead."""
+    """How a reward is made. All of it happens after the agent and everything that it started are dead: after a rollout that completed
+    and after failures of cause TIMEOUT, BUDGET and AGENT, never after others. A verifier command that was killed for memory or
+    time has not passed; one that could not be run, or whose sandbox was lost, is a failure of the infrastructure and no reward.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -363,21 +369,47 @@ class McpServer(_message.Message):
             def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
             def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+        @_typing.final
+        class SecretEnvEntry(_message.Message):
+            DESCRIPTOR: _descriptor.Descriptor
+
+            KEY_FIELD_NUMBER: _builtins.int
+            VALUE_FIELD_NUMBER: _builtins.int
+            key: _builtins.str
+            value: _builtins.str
+            def __init__(
+                self,
+                *,
+                key: _builtins.str = ...,
+                value: _builtins.str = ...,
+            ) -> None: ...
+            _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+            def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+            _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+            def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+            def WhichOneof(self, oneof_group: _Never) -> None: ...
+
         ARGS_FIELD_NUMBER: _builtins.int
         ENV_FIELD_NUMBER: _builtins.int
+        SECRET_ENV_FIELD_NUMBER: _builtins.int
         @_builtins.property
         def args(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
         @_builtins.property
         def env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+        @_builtins.property
+        def secret_env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+            """For values that must appear in no log and no answer."""
+
         def __init__(
             self,
             *,
             args: _abc.Iterable[_builtins.str] | None = ...,
             env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+            secret_env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["args", b"args", "env", b"env"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["args", b"args", "env", b"env", "secret_env", b"secret_env"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -407,8 +439,8 @@ Global___McpServer: _TypeAlias = McpServer  # noqa: Y015
 
 @_typing.final
 class SandboxChoice(_message.Message):
-    """What the rollout may choose about its sandbox; the operator's policy bounds it (R54). Network is not among it: setup has
-    none and the agent has its model endpoint.
+    """What the rollout may choose about its sandbox; the operator's policy bounds it (R54). While the agent runs it reaches its model
+    endpoint and nothing else, whatever is chosen.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -416,22 +448,28 @@ class SandboxChoice(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
     RESOURCES_FIELD_NUMBER: _builtins.int
+    SETUP_NETWORK_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     """Empty = the sandbox service's default."""
     image: _builtins.str
     """Empty = the backend's default."""
     @_builtins.property
     def resources(self) -> _sandbox_pb2.Resources: ...
+    @_builtins.property
+    def setup_network(self) -> _sandbox_pb2.NetworkPolicy:
+        """What setup may reach; cut before the agent starts. Unset = nothing."""
+
     def __init__(
         self,
         *,
         backend: _builtins.str = ...,
         image: _builtins.str = ...,
         resources: _sandbox_pb2.Resources | None = ...,
+        setup_network: _sandbox_pb2.NetworkPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["resources", b"resources"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resources", b"resources", "setup_network", b"setup_network"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "image", b"image", "resources", b"resources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "image", b"image", "resources", b"resources", "setup_network", b"setup_network"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -481,7 +519,7 @@ Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class RolloutSpec(_message.Message):
-    """Everything that defines a rollout."""
+    """Everything that defines a rollout. run_id and labels are passed on to the gate, with the rollout's id and its group's."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -516,11 +554,12 @@ class RolloutSpec(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    SAMPLING_OVERRIDE_FIELD_NUMBER: _builtins.int
     mode: _interception_pb2.Mode.ValueType
     run_id: _builtins.str
     """Groups rollouts of one training run."""
     seed: _builtins.int
-    """Given to the agent's option "seed" where its spec has one, refused otherwise (R63)."""
+    """Given to the agent's option "seed" where its spec has one, refused otherwise (R63); in a group, seed + index."""
     @_builtins.property
     def task(self) -> Global___Task: ...
     @_builtins.property
@@ -539,6 +578,10 @@ class RolloutSpec(_message.Message):
     def policy(self) -> _interception_pb2.PolicyVersionConstraint: ...
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def sampling_override(self) -> _chat_pb2.Sampling:
+        """Replaces, field by field, what the agent asks for."""
+
     def __init__(
         self,
         *,
@@ -553,17 +596,22 @@ class RolloutSpec(_message.Message):
         run_id: _builtins.str | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         seed: _builtins.int | None = ...,
+        sampling_override: _chat_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_run_id", b"_run_id", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "limits", b"limits", "policy", b"policy", "run_id", b"run_id", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "limits", b"limits", "policy", b"policy", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_run_id", b"_run_id", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "labels", b"labels", "limits", b"limits", "mode", b"mode", "policy", b"policy", "run_id", b"run_id", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "labels", b"labels", "limits", b"limits", "mode", b"mode", "policy", b"policy", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
     _WhichOneofArgType__run_id: _TypeAlias = _typing.Literal["_run_id", b"_run_id"]  # noqa: Y015
+    _WhichOneofReturnType__sampling_override: _TypeAlias = _typing.Literal["sampling_override"]  # noqa: Y015
+    _WhichOneofArgType__sampling_override: _TypeAlias = _typing.Literal["_sampling_override", b"_sampling_override"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__run_id) -> _WhichOneofReturnType__run_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampling_override) -> _WhichOneofReturnType__sampling_override | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
@@ -707,7 +755,7 @@ class Rollout(_message.Message):
     """Sequence number of its newest event."""
     @_builtins.property
     def spec(self) -> Global___RolloutSpec:
-        """As applied, defaults filled in; upstream keys removed."""
+        """As applied, defaults filled in; without upstream keys, values of secret_env and contents of files."""
 
     @_builtins.property
     def outcome(self) -> Global___Outcome:
@@ -786,7 +834,7 @@ class StragglerPolicy(_message.Message):
     GRACE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """Once `quorum` rollouts have ended, the others get this long, then they are cancelled. Unset = they are waited for."""
+        """From the quorum-th result on the others get this long, then they are cancelled. Unset = they are waited for."""
 
     def __init__(
         self,
@@ -803,7 +851,9 @@ Global___StragglerPolicy: _TypeAlias = StragglerPolicy  # noqa: Y015
 
 @_typing.final
 class Group(_message.Message):
-    """A group: rollouts of the same spec whose rewards are compared."""
+    """A group: rollouts of the same spec whose rewards are compared. A result is an ended rollout with a reward or, without a verifier,
+    one that completed. With `size` results the rest are cancelled (reason GROUP_COMPLETE).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -817,6 +867,9 @@ class Group(_message.Message):
     ENDED_COUNT_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    RESULT_ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     size: _builtins.int
     """Wanted results."""
@@ -827,14 +880,24 @@ class Group(_message.Message):
     ended_count: _builtins.int
     ended: _builtins.bool
     """All rollouts have ended."""
+    complete: _builtins.bool
+    """It has `quorum` results at least, and all rollouts have ended."""
     @_builtins.property
-    def spec(self) -> Global___RolloutSpec: ...
+    def spec(self) -> Global___RolloutSpec:
+        """As Rollout.spec."""
+
     @_builtins.property
     def stragglers(self) -> Global___StragglerPolicy: ...
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def result_rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In the order in which they ended, at most `size`."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
@@ -848,10 +911,13 @@ class Group(_message.Message):
         ended_count: _builtins.int = ...,
         ended: _builtins.bool = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        complete: _builtins.bool = ...,
+        result_rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "ended", b"ended", "ended_count", b"ended_count", "group_id", b"group_id", "quorum", b"quorum", "rollout_ids", b"rollout_ids", "size", b"size", "spares", b"spares", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "create_time", b"create_time", "end_time", b"end_time", "ended", b"ended", "ended_count", b"ended_count", "group_id", b"group_id", "quorum", b"quorum", "result_rollout_ids", b"result_rollout_ids", "rollout_ids", b"rollout_ids", "size", b"size", "spares", b"spares", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1044,19 +1110,23 @@ class ArtifactCollected(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     content: _builtins.bytes
+    """At most 1 MiB."""
     truncated: _builtins.bool
+    size_bytes: _builtins.int
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         content: _builtins.bytes = ...,
         truncated: _builtins.bool = ...,
+        size_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "size_bytes", b"size_bytes", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,7 +28,10 @@ class CreateRolloutRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    rollout_id: _builtins.str
+    """Client-chosen identifier, never used before; empty = assigned. Chosen, it lets a trainer's session select it beforehand."""
     @_builtins.property
     def spec(self) -> _rollout_pb2.RolloutSpec: ...
     def __init__(
@@ -36,10 +39,11 @@ class CreateRolloutRequest(_message.Message):
         *,
         request_id: _builtins.str = ...,
         spec: _rollout_pb2.RolloutSpec | None = ...,
+        rollout_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "rollout_id", b"rollout_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -453,6 +457,7 @@ class CreateGroupRequest(_message.Message):
     SPARES_FIELD_NUMBER: _builtins.int
     QUORUM_FIELD_NUMBER: _builtins.int
     STRAGGLERS_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     size: _builtins.int
     """1 to 256."""
@@ -460,6 +465,8 @@ class CreateGroupRequest(_message.Message):
     """0 to size."""
     quorum: _builtins.int
     """1 to size; unset = size."""
+    group_id: _builtins.str
+    """Client-chosen identifier of at most 120 characters, never used before; empty = assigned. Its rollouts are GROUP_ID-INDEX."""
     @_builtins.property
     def spec(self) -> _rollout_pb2.RolloutSpec: ...
     @_builtins.property
@@ -473,10 +480,11 @@ class CreateGroupRequest(_message.Message):
         spares: _builtins.int = ...,
         quorum: _builtins.int | None = ...,
         stragglers: _rollout_pb2.StragglerPolicy | None = ...,
+        group_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_quorum", b"_quorum", "quorum", b"quorum", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quorum", b"_quorum", "quorum", b"quorum", "request_id", b"request_id", "size", b"size", "spares", b"spares", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quorum", b"_quorum", "group_id", b"group_id", "quorum", b"quorum", "request_id", b"request_id", "size", b"size", "spares", b"spares", "spec", b"spec", "stragglers", b"stragglers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__quorum: _TypeAlias = _typing.Literal["quorum"]  # noqa: Y015
     _WhichOneofArgType__quorum: _TypeAlias = _typing.Literal["_quorum", b"_quorum"]  # noqa: Y015
@@ -663,25 +671,74 @@ class WatchGroupResponse(_message.Message):
 
     EVENT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def event(self) -> _rollout_pb2.RolloutEvent: ...
     @_builtins.property
     def heartbeat(self) -> Global___WatchHeartbeat: ...
+    @_builtins.property
+    def group(self) -> _rollout_pb2.Group:
+        """When a rollout has ended; always the last message."""
+
     def __init__(
         self,
         *,
         event: _rollout_pb2.RolloutEvent | None = ...,
         heartbeat: Global___WatchHeartbeat | None = ...,
+        group: _rollout_pb2.Group | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "heartbeat", b"heartbeat", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "group", b"group", "heartbeat", b"heartbeat", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "heartbeat", b"heartbeat", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "group", b"group", "heartbeat", b"heartbeat", "message", b"message"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["event", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["event", "heartbeat", "group"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___WatchGroupResponse: _TypeAlias = WatchGroupResponse  # noqa: Y015
+
+@_typing.final
+class WaitGroupRequest(_message.Message):
+    """See WaitGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitGroupRequest: _TypeAlias = WaitGroupRequest  # noqa: Y015
+
+@_typing.final
+class WaitGroupResponse(_message.Message):
+    """See WaitGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def group(self) -> _rollout_pb2.Group: ...
+    def __init__(
+        self,
+        *,
+        group: _rollout_pb2.Group | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaitGroupResponse: _TypeAlias = WaitGroupResponse  # noqa: Y015
 
 @_typing.final
 class CancelGroupRequest(_message.Message):

@@ -93,6 +93,11 @@ class RolloutServiceStub(object):
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchGroupRequest.SerializeToString,
                 response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchGroupResponse.FromString,
                 _registered_method=True)
+        self.WaitGroup = channel.unary_unary(
+                '/penstock.driver.v1.RolloutService/WaitGroup',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WaitGroupRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WaitGroupResponse.FromString,
+                _registered_method=True)
         self.CancelGroup = channel.unary_unary(
                 '/penstock.driver.v1.RolloutService/CancelGroup',
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.CancelGroupRequest.SerializeToString,
@@ -212,6 +217,14 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WaitGroup(self, request, context):
+        """As WaitRollout, for the group.
+        Errors: NOT_FOUND (GROUP_UNKNOWN).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CancelGroup(self, request, context):
         """As CancelRollout, for each.
         Errors: NOT_FOUND (GROUP_UNKNOWN).
@@ -301,6 +314,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.WatchGroup,
                     request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchGroupRequest.FromString,
                     response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchGroupResponse.SerializeToString,
+            ),
+            'WaitGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.WaitGroup,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WaitGroupRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WaitGroupResponse.SerializeToString,
             ),
             'CancelGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.CancelGroup,
@@ -624,6 +642,33 @@ class RolloutService(object):
             '/penstock.driver.v1.RolloutService/WatchGroup',
             penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchGroupRequest.SerializeToString,
             penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WaitGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/WaitGroup',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WaitGroupRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WaitGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

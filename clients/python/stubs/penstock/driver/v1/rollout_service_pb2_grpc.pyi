@@ -78,6 +78,10 @@ class RolloutServiceStub:
     the position of each rollout.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
     """
+    WaitGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitGroupRequest, _rollout_service_pb2.WaitGroupResponse]
+    """As WaitRollout, for the group.
+    Errors: NOT_FOUND (GROUP_UNKNOWN).
+    """
     CancelGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelGroupRequest, _rollout_service_pb2.CancelGroupResponse]
     """As CancelRollout, for each.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
@@ -142,6 +146,10 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     WatchGroup: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchGroupRequest, _rollout_service_pb2.WatchGroupResponse]  # type: ignore[assignment]
     """Streams the events of all of a group's rollouts, each rollout's in order, and ends when all have ended. Resumable by
     the position of each rollout.
+    Errors: NOT_FOUND (GROUP_UNKNOWN).
+    """
+    WaitGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitGroupRequest, _rollout_service_pb2.WaitGroupResponse]  # type: ignore[assignment]
+    """As WaitRollout, for the group.
     Errors: NOT_FOUND (GROUP_UNKNOWN).
     """
     CancelGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelGroupRequest, _rollout_service_pb2.CancelGroupResponse]  # type: ignore[assignment]
@@ -271,6 +279,16 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchGroupResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchGroupResponse]]:
         """Streams the events of all of a group's rollouts, each rollout's in order, and ends when all have ended. Resumable by
         the position of each rollout.
+        Errors: NOT_FOUND (GROUP_UNKNOWN).
+        """
+
+    @_abc_1.abstractmethod
+    def WaitGroup(
+        self,
+        request: _rollout_service_pb2.WaitGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.WaitGroupResponse, _abc.Awaitable[_rollout_service_pb2.WaitGroupResponse]]:
+        """As WaitRollout, for the group.
         Errors: NOT_FOUND (GROUP_UNKNOWN).
         """
 

@@ -29,12 +29,34 @@ class Terminal(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TERMINAL_ID_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     STEP_COUNT_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     terminal_id: _builtins.str
     step_count: _builtins.int
     ended: _builtins.bool
@@ -46,6 +68,12 @@ class Terminal(_message.Message):
 
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def failure(self) -> _rollout_pb2.Failure:
+        """Set when it ended without a reward that was due."""
+
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
@@ -55,13 +83,20 @@ class Terminal(_message.Message):
         ended: _builtins.bool = ...,
         reward: _trajectory_pb2.Reward | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        failure: _rollout_pb2.Failure | None = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "create_time", b"create_time", "reward", b"reward", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_reward", b"_reward", "create_time", b"create_time", "failure", b"failure", "reward", b"reward", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "create_time", b"create_time", "ended", b"ended", "reward", b"reward", "step_count", b"step_count", "task", b"task", "terminal_id", b"terminal_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_reward", b"_reward", "create_time", b"create_time", "ended", b"ended", "failure", b"failure", "labels", b"labels", "reward", b"reward", "step_count", b"step_count", "task", b"task", "terminal_id", b"terminal_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__failure: _TypeAlias = _typing.Literal["failure"]  # noqa: Y015
+    _WhichOneofArgType__failure: _TypeAlias = _typing.Literal["_failure", b"_failure"]  # noqa: Y015
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__failure) -> _WhichOneofReturnType__failure | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___Terminal: _TypeAlias = Terminal  # noqa: Y015
@@ -168,6 +203,7 @@ class StepRequest(_message.Message):
     step_id: _builtins.str
     """Client-chosen; a repeated id gets the first answer again."""
     final_answer: _builtins.str
+    """Given to the verifier in the file named by PENSTOCK_FINAL_ANSWER_FILE; may be empty."""
     @_builtins.property
     def command(self) -> _process_service_pb2.Command: ...
     def __init__(
@@ -198,6 +234,7 @@ class StepResponse(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     step_id: _builtins.str
     ended: _builtins.bool
     @_builtins.property
@@ -206,6 +243,10 @@ class StepResponse(_message.Message):
 
     @_builtins.property
     def reward(self) -> _trajectory_pb2.Reward: ...
+    @_builtins.property
+    def failure(self) -> _rollout_pb2.Failure:
+        """As Terminal.failure."""
+
     def __init__(
         self,
         *,
@@ -213,15 +254,20 @@ class StepResponse(_message.Message):
         result: _process_service_pb2.RunResult | None = ...,
         ended: _builtins.bool = ...,
         reward: _trajectory_pb2.Reward | None = ...,
+        failure: _rollout_pb2.Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_result", b"_result", "_reward", b"_reward", "result", b"result", "reward", b"reward"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_result", b"_result", "_reward", b"_reward", "failure", b"failure", "result", b"result", "reward", b"reward"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_result", b"_result", "_reward", b"_reward", "ended", b"ended", "result", b"result", "reward", b"reward", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_result", b"_result", "_reward", b"_reward", "ended", b"ended", "failure", b"failure", "result", b"result", "reward", b"reward", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__failure: _TypeAlias = _typing.Literal["failure"]  # noqa: Y015
+    _WhichOneofArgType__failure: _TypeAlias = _typing.Literal["_failure", b"_failure"]  # noqa: Y015
     _WhichOneofReturnType__result: _TypeAlias = _typing.Literal["result"]  # noqa: Y015
     _WhichOneofArgType__result: _TypeAlias = _typing.Literal["_result", b"_result"]  # noqa: Y015
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__failure) -> _WhichOneofReturnType__failure | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__result) -> _WhichOneofReturnType__result | None: ...
     @_typing.overload

@@ -74,7 +74,7 @@ class TerminalServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request_iterator, context):
-        """Commands in, observations out, one for one. A final answer runs the verifier and ends the episode, exactly once (R78).
+        """Commands in, observations out, one for one; a command outlives a broken stream, and its step_id gets its result. A final answer runs the verifier and ends the episode, exactly once (R78).
         Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -82,7 +82,7 @@ class TerminalServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseTerminal(self, request, context):
-        """Ends an episode without an answer and removes its sandbox. Idempotent.
+        """Ends an episode without an answer and removes its sandbox; no verifier runs. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

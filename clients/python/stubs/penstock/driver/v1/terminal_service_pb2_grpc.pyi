@@ -41,11 +41,11 @@ class TerminalServiceStub:
     Errors: FAILED_PRECONDITION (SETUP_FAILED, CAPABILITY_MISSING).
     """
     Step: _grpc.StreamStreamMultiCallable[_terminal_service_pb2.StepRequest, _terminal_service_pb2.StepResponse]
-    """Commands in, observations out, one for one. A final answer runs the verifier and ends the episode, exactly once (R78).
+    """Commands in, observations out, one for one; a command outlives a broken stream, and its step_id gets its result. A final answer runs the verifier and ends the episode, exactly once (R78).
     Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN).
     """
     CloseTerminal: _grpc.UnaryUnaryMultiCallable[_terminal_service_pb2.CloseTerminalRequest, _terminal_service_pb2.CloseTerminalResponse]
-    """Ends an episode without an answer and removes its sandbox. Idempotent."""
+    """Ends an episode without an answer and removes its sandbox; no verifier runs. Idempotent."""
     GetTerminal: _grpc.UnaryUnaryMultiCallable[_terminal_service_pb2.GetTerminalRequest, _terminal_service_pb2.GetTerminalResponse]
     """Errors: NOT_FOUND (TERMINAL_UNKNOWN)."""
 
@@ -62,11 +62,11 @@ class TerminalServiceAsyncStub(TerminalServiceStub):
     Errors: FAILED_PRECONDITION (SETUP_FAILED, CAPABILITY_MISSING).
     """
     Step: _aio.StreamStreamMultiCallable[_terminal_service_pb2.StepRequest, _terminal_service_pb2.StepResponse]  # type: ignore[assignment]
-    """Commands in, observations out, one for one. A final answer runs the verifier and ends the episode, exactly once (R78).
+    """Commands in, observations out, one for one; a command outlives a broken stream, and its step_id gets its result. A final answer runs the verifier and ends the episode, exactly once (R78).
     Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN).
     """
     CloseTerminal: _aio.UnaryUnaryMultiCallable[_terminal_service_pb2.CloseTerminalRequest, _terminal_service_pb2.CloseTerminalResponse]  # type: ignore[assignment]
-    """Ends an episode without an answer and removes its sandbox. Idempotent."""
+    """Ends an episode without an answer and removes its sandbox; no verifier runs. Idempotent."""
     GetTerminal: _aio.UnaryUnaryMultiCallable[_terminal_service_pb2.GetTerminalRequest, _terminal_service_pb2.GetTerminalResponse]  # type: ignore[assignment]
     """Errors: NOT_FOUND (TERMINAL_UNKNOWN)."""
 
@@ -92,7 +92,7 @@ class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_terminal_service_pb2.StepRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_terminal_service_pb2.StepResponse], _abc.AsyncIterator[_terminal_service_pb2.StepResponse]]:
-        """Commands in, observations out, one for one. A final answer runs the verifier and ends the episode, exactly once (R78).
+        """Commands in, observations out, one for one; a command outlives a broken stream, and its step_id gets its result. A final answer runs the verifier and ends the episode, exactly once (R78).
         Errors: FAILED_PRECONDITION (EPISODE_ENDED), NOT_FOUND (TERMINAL_UNKNOWN).
         """
 
@@ -102,7 +102,7 @@ class TerminalServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _terminal_service_pb2.CloseTerminalRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_terminal_service_pb2.CloseTerminalResponse, _abc.Awaitable[_terminal_service_pb2.CloseTerminalResponse]]:
-        """Ends an episode without an answer and removes its sandbox. Idempotent."""
+        """Ends an episode without an answer and removes its sandbox; no verifier runs. Idempotent."""
 
     @_abc_1.abstractmethod
     def GetTerminal(

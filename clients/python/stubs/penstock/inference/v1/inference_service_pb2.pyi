@@ -164,6 +164,7 @@ class GetInfoResponse(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     PARAMETER_COUNT_FIELD_NUMBER: _builtins.int
     TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """For example "numpy", "vllm", "scripted"."""
     engine_version: _builtins.str
@@ -183,6 +184,8 @@ class GetInfoResponse(_message.Message):
     parameter_count: _builtins.int
     tool_call_parser: _builtins.str
     """Name of the parser that turns sampled tokens into tool calls, for example "hermes"."""
+    reasoning_parser: _builtins.str
+    """The same for reasoning; empty = none."""
     @_builtins.property
     def capabilities(self) -> Global___EngineCapabilities: ...
     @_builtins.property
@@ -207,10 +210,11 @@ class GetInfoResponse(_message.Message):
         dtype: _builtins.str = ...,
         parameter_count: _builtins.int = ...,
         tool_call_parser: _builtins.str = ...,
+        reasoning_parser: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "chat_template_sha256", b"chat_template_sha256", "dtype", b"dtype", "engine", b"engine", "engine_version", b"engine_version", "logprobs_mode", b"logprobs_mode", "max_context_tokens", b"max_context_tokens", "model", b"model", "parameter_count", b"parameter_count", "paused", b"paused", "policy_version", b"policy_version", "stop_token_ids", b"stop_token_ids", "tokenizer_sha256", b"tokenizer_sha256", "tool_call_parser", b"tool_call_parser", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "chat_template_sha256", b"chat_template_sha256", "dtype", b"dtype", "engine", b"engine", "engine_version", b"engine_version", "logprobs_mode", b"logprobs_mode", "max_context_tokens", b"max_context_tokens", "model", b"model", "parameter_count", b"parameter_count", "paused", b"paused", "policy_version", b"policy_version", "reasoning_parser", b"reasoning_parser", "stop_token_ids", b"stop_token_ids", "tokenizer_sha256", b"tokenizer_sha256", "tool_call_parser", b"tool_call_parser", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -358,6 +362,12 @@ class ChatPrompt(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
+    TEMPLATE_OPTIONS_JSON_FIELD_NUMBER: _builtins.int
+    thinking: _builtins.bool
+    """The template's thinking mode; unset = its default."""
+    template_options_json: _builtins.str
+    """Further variables of the template, a JSON object; empty = none."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Message]: ...
     @_builtins.property
@@ -367,12 +377,16 @@ class ChatPrompt(_message.Message):
         *,
         messages: _abc.Iterable[_chat_pb2.Message] | None = ...,
         tools: _abc.Iterable[_chat_pb2.Tool] | None = ...,
+        thinking: _builtins.bool | None = ...,
+        template_options_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "thinking", b"thinking"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_thinking", b"_thinking", "messages", b"messages", "template_options_json", b"template_options_json", "thinking", b"thinking", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__thinking: _TypeAlias = _typing.Literal["thinking"]  # noqa: Y015
+    _WhichOneofArgType__thinking: _TypeAlias = _typing.Literal["_thinking", b"_thinking"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking) -> _WhichOneofReturnType__thinking | None: ...
 
 Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
 
@@ -787,6 +801,7 @@ class UpdateWeightsRequest(_message.Message):
         FORMAT_FIELD_NUMBER: _builtins.int
         MODE_FIELD_NUMBER: _builtins.int
         SIZE_BYTES_FIELD_NUMBER: _builtins.int
+        SHA256_FIELD_NUMBER: _builtins.int
         policy_version: _builtins.int
         """Greater than the version in force."""
         format: Global___WeightFormat.ValueType
@@ -794,6 +809,8 @@ class UpdateWeightsRequest(_message.Message):
         """Unspecified = KEEP."""
         size_bytes: _builtins.int
         """Bytes to come, for refusing early; unset = unknown."""
+        sha256: _builtins.bytes
+        """SHA-256 of all chunks, if known: a repeated push is then answered without being read."""
         def __init__(
             self,
             *,
@@ -801,13 +818,19 @@ class UpdateWeightsRequest(_message.Message):
             format: Global___WeightFormat.ValueType = ...,
             mode: Global___PauseMode.ValueType = ...,
             size_bytes: _builtins.int | None = ...,
+            sha256: _builtins.bytes | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "size_bytes", b"size_bytes"]  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_sha256", b"_sha256", "_size_bytes", b"_size_bytes", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes", "format", b"format", "mode", b"mode", "policy_version", b"policy_version", "size_bytes", b"size_bytes"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_sha256", b"_sha256", "_size_bytes", b"_size_bytes", "format", b"format", "mode", b"mode", "policy_version", b"policy_version", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType__sha256: _TypeAlias = _typing.Literal["sha256"]  # noqa: Y015
+        _WhichOneofArgType__sha256: _TypeAlias = _typing.Literal["_sha256", b"_sha256"]  # noqa: Y015
         _WhichOneofReturnType__size_bytes: _TypeAlias = _typing.Literal["size_bytes"]  # noqa: Y015
         _WhichOneofArgType__size_bytes: _TypeAlias = _typing.Literal["_size_bytes", b"_size_bytes"]  # noqa: Y015
+        @_typing.overload
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__sha256) -> _WhichOneofReturnType__sha256 | None: ...
+        @_typing.overload
         def WhichOneof(self, oneof_group: _WhichOneofArgType__size_bytes) -> _WhichOneofReturnType__size_bytes | None: ...
 
     @_typing.final
@@ -960,16 +983,29 @@ class StartTransferRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    IDLE_TIMEOUT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
     policy_version: _builtins.int
+    mode: Global___PauseMode.ValueType
+    """Unspecified = KEEP."""
+    @_builtins.property
+    def idle_timeout(self) -> _duration_pb2.Duration:
+        """Given up after this long without TransferTensors. Unset = 5 min."""
+
     def __init__(
         self,
         *,
+        request_id: _builtins.str = ...,
         policy_version: _builtins.int = ...,
+        mode: Global___PauseMode.ValueType = ...,
+        idle_timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle_timeout", b"idle_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_timeout", b"idle_timeout", "mode", b"mode", "policy_version", b"policy_version", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -981,12 +1017,16 @@ class StartTransferResponse(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.str
     def __init__(
         self,
+        *,
+        transfer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -999,16 +1039,19 @@ class TransferTensorsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DESCRIPTOR_JSON_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
     descriptor_json: _builtins.str
     """What the backend needs to take the tensors over, as JSON."""
+    transfer_id: _builtins.str
     def __init__(
         self,
         *,
         descriptor_json: _builtins.str = ...,
+        transfer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor_json", b"descriptor_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor_json", b"descriptor_json", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1038,16 +1081,19 @@ class FinishTransferRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMIT_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
     commit: _builtins.bool
     """False = give up: the old weights stay."""
+    transfer_id: _builtins.str
     def __init__(
         self,
         *,
         commit: _builtins.bool = ...,
+        transfer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1111,31 +1157,83 @@ class LoadAdapterRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
-    PATH_FIELD_NUMBER: _builtins.int
-    SAFETENSORS_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    policy_version: _builtins.int
-    path: _builtins.str
-    """A path that the service can read, under the operator's adapter directory."""
-    safetensors: _builtins.bytes
-    """A safetensors file of at most 48 MiB."""
+    @_typing.final
+    class AdapterBegin(_message.Message):
+        """Always the first."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NAME_FIELD_NUMBER: _builtins.int
+        POLICY_VERSION_FIELD_NUMBER: _builtins.int
+        ADAPTER_CONFIG_JSON_FIELD_NUMBER: _builtins.int
+        PATH_FIELD_NUMBER: _builtins.int
+        MODE_FIELD_NUMBER: _builtins.int
+        name: _builtins.str
+        policy_version: _builtins.int
+        adapter_config_json: _builtins.str
+        """adapter_config.json as PEFT writes it: rank, alpha, target modules."""
+        path: _builtins.str
+        """Instead of chunks: a path under the operator's adapter directory."""
+        mode: Global___PauseMode.ValueType
+        """Unspecified = KEEP."""
+        def __init__(
+            self,
+            *,
+            name: _builtins.str = ...,
+            policy_version: _builtins.int = ...,
+            adapter_config_json: _builtins.str = ...,
+            path: _builtins.str = ...,
+            mode: Global___PauseMode.ValueType = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_config_json", b"adapter_config_json", "mode", b"mode", "name", b"name", "path", b"path", "policy_version", b"policy_version"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class AdapterCommit(_message.Message):
+        """Always the last."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        SHA256_FIELD_NUMBER: _builtins.int
+        sha256: _builtins.bytes
+        """SHA-256 of all chunks; empty with a path."""
+        def __init__(
+            self,
+            *,
+            sha256: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["sha256", b"sha256"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BEGIN_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    COMMIT_FIELD_NUMBER: _builtins.int
+    chunk: _builtins.bytes
+    """At most 1 MiB, of a safetensors file."""
+    @_builtins.property
+    def begin(self) -> Global___LoadAdapterRequest.AdapterBegin: ...
+    @_builtins.property
+    def commit(self) -> Global___LoadAdapterRequest.AdapterCommit: ...
     def __init__(
         self,
         *,
-        name: _builtins.str = ...,
-        policy_version: _builtins.int = ...,
-        path: _builtins.str = ...,
-        safetensors: _builtins.bytes = ...,
+        begin: Global___LoadAdapterRequest.AdapterBegin | None = ...,
+        chunk: _builtins.bytes = ...,
+        commit: Global___LoadAdapterRequest.AdapterCommit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "safetensors", b"safetensors", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "frame", b"frame"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path", "policy_version", b"policy_version", "safetensors", b"safetensors", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "chunk", b"chunk", "commit", b"commit", "frame", b"frame"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["path", "safetensors"]  # noqa: Y015
-    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["begin", "chunk", "commit"]  # noqa: Y015
+    _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
 Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
 
@@ -1306,16 +1404,22 @@ class ParseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
     """Little-endian int32."""
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Tool]:
+        """The tools that were offered."""
+
     def __init__(
         self,
         *,
         token_ids: _builtins.bytes = ...,
+        tools: _abc.Iterable[_chat_pb2.Tool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -109,7 +109,7 @@ class InferenceServiceStub(object):
                 request_serializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.FinishTransferRequest.SerializeToString,
                 response_deserializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.FinishTransferResponse.FromString,
                 _registered_method=True)
-        self.LoadAdapter = channel.unary_unary(
+        self.LoadAdapter = channel.stream_unary(
                 '/penstock.inference.v1.InferenceService/LoadAdapter',
                 request_serializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.LoadAdapterRequest.SerializeToString,
                 response_deserializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.LoadAdapterResponse.FromString,
@@ -219,7 +219,8 @@ class InferenceServiceServicer(object):
     def UpdateWeights(self, request_iterator, context):
         """Replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old weights and
         version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
-        unless `begin.mode` says otherwise.
+        unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
+        that was lost can be asked for again.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE), DATA_LOSS
         (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE).
         """
@@ -251,16 +252,17 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FinishTransfer(self, request, context):
-        """Fourth: the version is complete, or given up.
+        """Fourth: the version is complete, or given up. Idempotent by transfer_id.
         Errors: FAILED_PRECONDITION (NO_TRANSFER).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def LoadAdapter(self, request, context):
-        """Loads an adapter (LoRA) beside the base weights.
-        Errors: ALREADY_EXISTS (ADAPTER_EXISTS), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
+    def LoadAdapter(self, request_iterator, context):
+        """Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
+        that are in force are a success.
+        Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER), DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -374,7 +376,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.FinishTransferRequest.FromString,
                     response_serializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.FinishTransferResponse.SerializeToString,
             ),
-            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+            'LoadAdapter': grpc.stream_unary_rpc_method_handler(
                     servicer.LoadAdapter,
                     request_deserializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.LoadAdapterRequest.FromString,
                     response_serializer=penstock_dot_inference_dot_v1_dot_inference__service__pb2.LoadAdapterResponse.SerializeToString,
@@ -799,7 +801,7 @@ class InferenceService(object):
             _registered_method=True)
 
     @staticmethod
-    def LoadAdapter(request,
+    def LoadAdapter(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -809,8 +811,8 @@ class InferenceService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
             '/penstock.inference.v1.InferenceService/LoadAdapter',
             penstock_dot_inference_dot_v1_dot_inference__service__pb2.LoadAdapterRequest.SerializeToString,

@@ -65,7 +65,8 @@ class InferenceServiceStub:
     UpdateWeights: _grpc.StreamUnaryMultiCallable[_inference_service_pb2.UpdateWeightsRequest, _inference_service_pb2.UpdateWeightsResponse]
     """Replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old weights and
     version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
-    unless `begin.mode` says otherwise.
+    unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
+    that was lost can be asked for again.
     Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE), DATA_LOSS
     (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE).
     """
@@ -80,12 +81,13 @@ class InferenceServiceStub:
     Errors: FAILED_PRECONDITION (NO_TRANSFER).
     """
     FinishTransfer: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.FinishTransferRequest, _inference_service_pb2.FinishTransferResponse]
-    """Fourth: the version is complete, or given up.
+    """Fourth: the version is complete, or given up. Idempotent by transfer_id.
     Errors: FAILED_PRECONDITION (NO_TRANSFER).
     """
-    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.LoadAdapterRequest, _inference_service_pb2.LoadAdapterResponse]
-    """Loads an adapter (LoRA) beside the base weights.
-    Errors: ALREADY_EXISTS (ADAPTER_EXISTS), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
+    LoadAdapter: _grpc.StreamUnaryMultiCallable[_inference_service_pb2.LoadAdapterRequest, _inference_service_pb2.LoadAdapterResponse]
+    """Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
+    that are in force are a success.
+    Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER), DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.UnloadAdapterRequest, _inference_service_pb2.UnloadAdapterResponse]
     """Idempotent."""
@@ -135,7 +137,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     UpdateWeights: _aio.StreamUnaryMultiCallable[_inference_service_pb2.UpdateWeightsRequest, _inference_service_pb2.UpdateWeightsResponse]  # type: ignore[assignment]
     """Replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old weights and
     version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
-    unless `begin.mode` says otherwise.
+    unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
+    that was lost can be asked for again.
     Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE), DATA_LOSS
     (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE).
     """
@@ -150,12 +153,13 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Errors: FAILED_PRECONDITION (NO_TRANSFER).
     """
     FinishTransfer: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.FinishTransferRequest, _inference_service_pb2.FinishTransferResponse]  # type: ignore[assignment]
-    """Fourth: the version is complete, or given up.
+    """Fourth: the version is complete, or given up. Idempotent by transfer_id.
     Errors: FAILED_PRECONDITION (NO_TRANSFER).
     """
-    LoadAdapter: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.LoadAdapterRequest, _inference_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """Loads an adapter (LoRA) beside the base weights.
-    Errors: ALREADY_EXISTS (ADAPTER_EXISTS), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
+    LoadAdapter: _aio.StreamUnaryMultiCallable[_inference_service_pb2.LoadAdapterRequest, _inference_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
+    that are in force are a success.
+    Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER), DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.UnloadAdapterRequest, _inference_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Idempotent."""
@@ -262,7 +266,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inference_service_pb2.UpdateWeightsResponse, _abc.Awaitable[_inference_service_pb2.UpdateWeightsResponse]]:
         """Replaces the weights: `begin`, `chunk`s, `commit`. Atomic: a push that fails or breaks off leaves the old weights and
         version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
-        unless `begin.mode` says otherwise.
+        unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
+        that was lost can be asked for again.
         Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE), DATA_LOSS
         (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE).
         """
@@ -301,18 +306,19 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.FinishTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.FinishTransferResponse, _abc.Awaitable[_inference_service_pb2.FinishTransferResponse]]:
-        """Fourth: the version is complete, or given up.
+        """Fourth: the version is complete, or given up. Idempotent by transfer_id.
         Errors: FAILED_PRECONDITION (NO_TRANSFER).
         """
 
     @_abc_1.abstractmethod
     def LoadAdapter(
         self,
-        request: _inference_service_pb2.LoadAdapterRequest,
+        request_iterator: _MaybeAsyncIterator[_inference_service_pb2.LoadAdapterRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.LoadAdapterResponse, _abc.Awaitable[_inference_service_pb2.LoadAdapterResponse]]:
-        """Loads an adapter (LoRA) beside the base weights.
-        Errors: ALREADY_EXISTS (ADAPTER_EXISTS), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
+        """Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
+        that are in force are a success.
+        Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER), DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
         """
 
     @_abc_1.abstractmethod

@@ -27,7 +27,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class CallSelector(_message.Message):
-    """Which rollouts' calls a session wants: those that match every condition that is set."""
+    """Which rollouts' calls a session wants: those of gate mode that match every condition that is set; empty = all of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -86,16 +86,18 @@ Global___CallSelector: _TypeAlias = CallSelector  # noqa: Y015
 
 @_typing.final
 class Credits(_message.Message):
-    """How much a session can hold."""
+    """How much a session can hold: a window, not an increment. Freed when a result is acknowledged (accepted, or rejected for
+    good) or the call is cancelled. A call that is larger than `bytes` is sent alone, when nothing else is held.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CALLS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     calls: _builtins.int
-    """Calls leased and not answered."""
+    """Calls leased and not answered. 0 = no more for now."""
     bytes: _builtins.int
-    """Bytes of the same; unset = 32 MiB."""
+    """Serialised bytes of the same; unset = 32 MiB in Hello, unchanged in a later frame."""
     def __init__(
         self,
         *,
@@ -136,9 +138,7 @@ class InterceptRequest(_message.Message):
         """Replaces the credits of Hello."""
 
     @_builtins.property
-    def pause(self) -> Global___PauseCalls:
-        """Holds the calls of this session's selector: none is leased until Resume. Agents see keep-alives only."""
-
+    def pause(self) -> Global___PauseCalls: ...
     @_builtins.property
     def resume(self) -> Global___ResumeCalls: ...
     @_builtins.property
@@ -189,7 +189,9 @@ class Hello(_message.Message):
     policy_version: _builtins.int
     """The newest policy version that the trainer has; unset = it does not say."""
     resume_session_id: _builtins.str
-    """A session that was lost: its calls, if still leased to it, stay with this one."""
+    """A session that was lost, or whose stream is only half open (which then ends with ABORTED, SESSION_TAKEN_OVER): its calls
+    stay leased to this one under the same lease ids. Leases survive a restart of the service for the resume window.
+    """
     @_builtins.property
     def selector(self) -> Global___CallSelector: ...
     @_builtins.property
@@ -251,7 +253,7 @@ Global___CallView: _TypeAlias = CallView  # noqa: Y015
 
 @_typing.final
 class Results(_message.Message):
-    """Answers."""
+    """Answers. At most 32 MiB a frame."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -282,6 +284,7 @@ class CallResult(_message.Message):
     COMPLETION_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     DELEGATION_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     lease_id: _builtins.str
     """ModelCall.lease_id: an answer under an old lease is accepted only while the call is open and not leased to another."""
@@ -291,6 +294,8 @@ class CallResult(_message.Message):
     def failure(self) -> Global___CallFailure: ...
     @_builtins.property
     def delegation(self) -> Global___Delegation: ...
+    @_builtins.property
+    def release(self) -> Global___Release: ...
     def __init__(
         self,
         *,
@@ -299,16 +304,34 @@ class CallResult(_message.Message):
         completion: _completion_pb2.Completion | None = ...,
         failure: Global___CallFailure | None = ...,
         delegation: Global___Delegation | None = ...,
+        release: Global___Release | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "delegation", b"delegation", "failure", b"failure", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "delegation", b"delegation", "failure", b"failure", "release", b"release", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "completion", b"completion", "delegation", b"delegation", "failure", b"failure", "lease_id", b"lease_id", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "completion", b"completion", "delegation", b"delegation", "failure", b"failure", "lease_id", b"lease_id", "release", b"release", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["completion", "failure", "delegation"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["completion", "failure", "delegation", "release"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___CallResult: _TypeAlias = CallResult  # noqa: Y015
+
+@_typing.final
+class Release(_message.Message):
+    """Back to the queue, for another session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
 class CallFailure(_message.Message):
@@ -341,7 +364,9 @@ Global___CallFailure: _TypeAlias = CallFailure  # noqa: Y015
 
 @_typing.final
 class Delegation(_message.Message):
-    """The rollout's model source shall answer this call."""
+    """The rollout's model source shall answer this call. Accepted means journalled: credit and lease are free, and what comes of it
+    is seen by WatchCalls and GetCall.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -365,21 +390,30 @@ Global___Delegation: _TypeAlias = Delegation  # noqa: Y015
 
 @_typing.final
 class PauseCalls(_message.Message):
-    """Calls are held."""
+    """The calls of this session's selector are held, for every session and for the model source: none is leased or dispatched, agents
+    see keep-alives, and call_timeout, wall_time and expire_time stand still. Ends with ResumeCalls, Goodbye, max_duration, or
+    the session.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
+    MAX_DURATION_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """For the logs, for example "weight sync"."""
+    @_builtins.property
+    def max_duration(self) -> _duration_pb2.Duration:
+        """Unset = 10 min."""
+
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
+        max_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["max_duration", b"max_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_duration", b"max_duration", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -525,6 +559,8 @@ class InterceptResponse(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     GO_AWAY_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -543,6 +579,12 @@ class InterceptResponse(_message.Message):
     def heartbeat(self) -> Global___Heartbeat: ...
     @_builtins.property
     def go_away(self) -> Global___GoAway: ...
+    @_builtins.property
+    def paused(self) -> Global___CallsPaused:
+        """Nothing is leased or dispatched after this."""
+
+    @_builtins.property
+    def resumed(self) -> Global___CallsResumed: ...
     def __init__(
         self,
         *,
@@ -554,16 +596,57 @@ class InterceptResponse(_message.Message):
         tool_calls: Global___ToolCalls | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         go_away: Global___GoAway | None = ...,
+        paused: Global___CallsPaused | None = ...,
+        resumed: Global___CallsResumed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "calls", b"calls", "cancelled", b"cancelled", "frame", b"frame", "go_away", b"go_away", "heartbeat", b"heartbeat", "rollouts_closed", b"rollouts_closed", "tool_calls", b"tool_calls", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "calls", b"calls", "cancelled", b"cancelled", "frame", b"frame", "go_away", b"go_away", "heartbeat", b"heartbeat", "paused", b"paused", "resumed", b"resumed", "rollouts_closed", b"rollouts_closed", "tool_calls", b"tool_calls", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "calls", b"calls", "cancelled", b"cancelled", "frame", b"frame", "go_away", b"go_away", "heartbeat", b"heartbeat", "rollouts_closed", b"rollouts_closed", "tool_calls", b"tool_calls", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "calls", b"calls", "cancelled", b"cancelled", "frame", b"frame", "go_away", b"go_away", "heartbeat", b"heartbeat", "paused", b"paused", "resumed", b"resumed", "rollouts_closed", b"rollouts_closed", "tool_calls", b"tool_calls", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["welcome", "calls", "acknowledged", "cancelled", "rollouts_closed", "tool_calls", "heartbeat", "go_away"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["welcome", "calls", "acknowledged", "cancelled", "rollouts_closed", "tool_calls", "heartbeat", "go_away", "paused", "resumed"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
 Global___InterceptResponse: _TypeAlias = InterceptResponse  # noqa: Y015
+
+@_typing.final
+class CallsPaused(_message.Message):
+    """PauseCalls is in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_CALLS_FIELD_NUMBER: _builtins.int
+    open_calls: _builtins.int
+    """Calls of the selector that are leased or dispatched now."""
+    def __init__(
+        self,
+        *,
+        open_calls: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_calls", b"open_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallsPaused: _TypeAlias = CallsPaused  # noqa: Y015
+
+@_typing.final
+class CallsResumed(_message.Message):
+    """Calls flow again, by ResumeCalls or because the pause ran out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallsResumed: _TypeAlias = CallsResumed  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
@@ -576,9 +659,15 @@ class Welcome(_message.Message):
     HEARTBEAT_INTERVAL_FIELD_NUMBER: _builtins.int
     RESUME_WINDOW_FIELD_NUMBER: _builtins.int
     QUEUED_CALLS_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    HELD_CALL_IDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     queued_calls: _builtins.int
     """Calls that are now waiting for this selector."""
+    resumed: _builtins.bool
+    """Whether Hello.resume_session_id was taken up. False with one given = it is unknown or its window has passed; this is a new
+    session, not an error.
+    """
     @_builtins.property
     def credits(self) -> Global___Credits:
         """As granted: at most what Hello asked for."""
@@ -591,6 +680,10 @@ class Welcome(_message.Message):
     def resume_window(self) -> _duration_pb2.Duration:
         """How long the calls of a lost session stay leased to it, for a resume."""
 
+    @_builtins.property
+    def held_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Calls that are still leased to the session, not sent again; any other that the trainer holds is lost to it."""
+
     def __init__(
         self,
         *,
@@ -599,10 +692,12 @@ class Welcome(_message.Message):
         heartbeat_interval: _duration_pb2.Duration | None = ...,
         resume_window: _duration_pb2.Duration | None = ...,
         queued_calls: _builtins.int = ...,
+        resumed: _builtins.bool = ...,
+        held_call_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "heartbeat_interval", b"heartbeat_interval", "resume_window", b"resume_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "heartbeat_interval", b"heartbeat_interval", "queued_calls", b"queued_calls", "resume_window", b"resume_window", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credits", b"credits", "heartbeat_interval", b"heartbeat_interval", "held_call_ids", b"held_call_ids", "queued_calls", b"queued_calls", "resume_window", b"resume_window", "resumed", b"resumed", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -610,7 +705,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class Calls(_message.Message):
-    """Calls to answer."""
+    """Calls to answer. At most 4 MiB, or one call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -680,6 +775,12 @@ class ModelCall(_message.Message):
     RECEIVE_TIME_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     STREAM_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    GROUP_INDEX_FIELD_NUMBER: _builtins.int
+    TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_SHA256_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    VIEW_TRUNCATED_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     lease_id: _builtins.str
     rollout_id: _builtins.str
@@ -704,6 +805,16 @@ class ModelCall(_message.Message):
     """1 = never leased before."""
     stream: _builtins.bool
     """Whether the agent waits for a stream."""
+    task_id: _builtins.str
+    group_index: _builtins.int
+    """The rollout's position in its group."""
+    tokenizer_sha256: _builtins.bytes
+    """Which tokenizer and template the prompt belongs to."""
+    chat_template_sha256: _builtins.bytes
+    model: _builtins.str
+    """The model's name as the agent asked for it."""
+    view_truncated: _builtins.bool
+    """What the view asked for was left out for its size: GetCall has it."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -751,27 +862,41 @@ class ModelCall(_message.Message):
         receive_time: _timestamp_pb2.Timestamp | None = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         stream: _builtins.bool = ...,
+        task_id: _builtins.str | None = ...,
+        group_index: _builtins.int | None = ...,
+        tokenizer_sha256: _builtins.bytes = ...,
+        chat_template_sha256: _builtins.bytes = ...,
+        model: _builtins.str = ...,
+        view_truncated: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "expire_time", b"expire_time", "group_id", b"group_id", "min_policy_version", b"min_policy_version", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "run_id", b"run_id", "sampling", b"sampling", "tool_choice", b"tool_choice"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "min_policy_version", b"min_policy_version", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "run_id", b"run_id", "sampling", b"sampling", "task_id", b"task_id", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "messages", b"messages", "min_policy_version", b"min_policy_version", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "chat_template_sha256", b"chat_template_sha256", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "messages", b"messages", "min_policy_version", b"min_policy_version", "model", b"model", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "task_id", b"task_id", "tokenizer_sha256", b"tokenizer_sha256", "tool_choice", b"tool_choice", "tools", b"tools", "view_truncated", b"view_truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
+    _WhichOneofReturnType__group_index: _TypeAlias = _typing.Literal["group_index"]  # noqa: Y015
+    _WhichOneofArgType__group_index: _TypeAlias = _typing.Literal["_group_index", b"_group_index"]  # noqa: Y015
     _WhichOneofReturnType__min_policy_version: _TypeAlias = _typing.Literal["min_policy_version"]  # noqa: Y015
     _WhichOneofArgType__min_policy_version: _TypeAlias = _typing.Literal["_min_policy_version", b"_min_policy_version"]  # noqa: Y015
     _WhichOneofReturnType__parent_call_id: _TypeAlias = _typing.Literal["parent_call_id"]  # noqa: Y015
     _WhichOneofArgType__parent_call_id: _TypeAlias = _typing.Literal["_parent_call_id", b"_parent_call_id"]  # noqa: Y015
     _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
     _WhichOneofArgType__run_id: _TypeAlias = _typing.Literal["_run_id", b"_run_id"]  # noqa: Y015
+    _WhichOneofReturnType__task_id: _TypeAlias = _typing.Literal["task_id"]  # noqa: Y015
+    _WhichOneofArgType__task_id: _TypeAlias = _typing.Literal["_task_id", b"_task_id"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_id) -> _WhichOneofReturnType__group_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_index) -> _WhichOneofReturnType__group_index | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_policy_version) -> _WhichOneofReturnType__min_policy_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_call_id) -> _WhichOneofReturnType__parent_call_id | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__run_id) -> _WhichOneofReturnType__run_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__task_id) -> _WhichOneofReturnType__task_id | None: ...
 
 Global___ModelCall: _TypeAlias = ModelCall  # noqa: Y015
 
@@ -819,7 +944,7 @@ class ResultRejected(_message.Message):
         REASON_UNKNOWN_CALL: ResultRejected._Reason.ValueType  # 1
         """No such call for this session."""
         REASON_ALREADY_DELIVERED: ResultRejected._Reason.ValueType  # 2
-        """Another result came first. (The same result again is accepted again.)"""
+        """Another result came first. (An equal one, whatever its lease, is accepted again.)"""
         REASON_CALL_ENDED: ResultRejected._Reason.ValueType  # 3
         """The call is CANCELLED or EXPIRED, or its rollout is closed."""
         REASON_NOT_LEASED: ResultRejected._Reason.ValueType  # 4
@@ -836,7 +961,7 @@ class ResultRejected(_message.Message):
     REASON_UNKNOWN_CALL: ResultRejected.Reason.ValueType  # 1
     """No such call for this session."""
     REASON_ALREADY_DELIVERED: ResultRejected.Reason.ValueType  # 2
-    """Another result came first. (The same result again is accepted again.)"""
+    """Another result came first. (An equal one, whatever its lease, is accepted again.)"""
     REASON_CALL_ENDED: ResultRejected.Reason.ValueType  # 3
     """The call is CANCELLED or EXPIRED, or its rollout is closed."""
     REASON_NOT_LEASED: ResultRejected.Reason.ValueType  # 4
@@ -1015,9 +1140,15 @@ class LeaseCallsRequest(_message.Message):
     WAIT_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     max_calls: _builtins.int
     """1 to 256; 0 = 1."""
+    request_id: _builtins.str
+    """A repeated id gets the calls that it got before, if they are still leased."""
+    policy_version: _builtins.int
+    """As PolicyAnnounced."""
     @_builtins.property
     def selector(self) -> Global___CallSelector: ...
     @_builtins.property
@@ -1026,7 +1157,7 @@ class LeaseCallsRequest(_message.Message):
 
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """How long the calls stay leased without being answered or extended. Unset = 5 min."""
+        """How long the calls stay leased without being answered or extended. Unset = 5 min; at most 1 h."""
 
     @_builtins.property
     def view(self) -> Global___CallView: ...
@@ -1039,12 +1170,16 @@ class LeaseCallsRequest(_message.Message):
         wait: _duration_pb2.Duration | None = ...,
         lease: _duration_pb2.Duration | None = ...,
         view: Global___CallView | None = ...,
+        request_id: _builtins.str = ...,
+        policy_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "lease", b"lease", "policy_version", b"policy_version", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "lease", b"lease", "max_calls", b"max_calls", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "identity", b"identity", "lease", b"lease", "max_calls", b"max_calls", "policy_version", b"policy_version", "request_id", b"request_id", "selector", b"selector", "view", b"view", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
 
 Global___LeaseCallsRequest: _TypeAlias = LeaseCallsRequest  # noqa: Y015
 
@@ -1236,15 +1371,18 @@ class GetCallRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CALL_ID_FIELD_NUMBER: _builtins.int
+    INCLUDE_BODY_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
+    include_body: _builtins.bool
     def __init__(
         self,
         *,
         call_id: _builtins.str = ...,
+        include_body: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "include_body", b"include_body"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

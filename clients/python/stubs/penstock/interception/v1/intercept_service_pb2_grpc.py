@@ -29,7 +29,9 @@ class InterceptServiceStub(object):
     """Calls for trainers: take them, answer them.
 
     A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls are QUEUED again.
+    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
+    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
+    holds the fewest.
 
     Errors common to all RPCs: those of RolloutGateService.
     """
@@ -76,7 +78,9 @@ class InterceptServiceServicer(object):
     """Calls for trainers: take them, answer them.
 
     A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls are QUEUED again.
+    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
+    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
+    holds the fewest.
 
     Errors common to all RPCs: those of RolloutGateService.
     """
@@ -109,7 +113,8 @@ class InterceptServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegisterTools(self, request, context):
-        """Registers tools that the trainer's host offers to the agents of some rollouts, for the ToolCalls of the session.
+        """Registers tools that the trainer's host offers to the agents of rollouts that are opened later; an agent reaches them as an
+        MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session.
         Errors: INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -177,7 +182,9 @@ class InterceptService(object):
     """Calls for trainers: take them, answer them.
 
     A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls are QUEUED again.
+    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
+    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
+    holds the fewest.
 
     Errors common to all RPCs: those of RolloutGateService.
     """

@@ -30,7 +30,9 @@ class InterceptServiceStub:
     """Calls for trainers: take them, answer them.
 
     A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls are QUEUED again.
+    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
+    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
+    holds the fewest.
 
     Errors common to all RPCs: those of RolloutGateService.
     """
@@ -54,7 +56,8 @@ class InterceptServiceStub:
     CompleteCalls: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.CompleteCallsRequest, _intercept_service_pb2.CompleteCallsResponse]
     """Results for leased calls, each judged by itself; also extends leases."""
     RegisterTools: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.RegisterToolsRequest, _intercept_service_pb2.RegisterToolsResponse]
-    """Registers tools that the trainer's host offers to the agents of some rollouts, for the ToolCalls of the session.
+    """Registers tools that the trainer's host offers to the agents of rollouts that are opened later; an agent reaches them as an
+    MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session.
     Errors: INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED).
     """
     ListCalls: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.ListCallsRequest, _intercept_service_pb2.ListCallsResponse]
@@ -71,7 +74,9 @@ class InterceptServiceAsyncStub(InterceptServiceStub):
     """Calls for trainers: take them, answer them.
 
     A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls are QUEUED again.
+    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
+    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
+    holds the fewest.
 
     Errors common to all RPCs: those of RolloutGateService.
     """
@@ -92,7 +97,8 @@ class InterceptServiceAsyncStub(InterceptServiceStub):
     CompleteCalls: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.CompleteCallsRequest, _intercept_service_pb2.CompleteCallsResponse]  # type: ignore[assignment]
     """Results for leased calls, each judged by itself; also extends leases."""
     RegisterTools: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.RegisterToolsRequest, _intercept_service_pb2.RegisterToolsResponse]  # type: ignore[assignment]
-    """Registers tools that the trainer's host offers to the agents of some rollouts, for the ToolCalls of the session.
+    """Registers tools that the trainer's host offers to the agents of rollouts that are opened later; an agent reaches them as an
+    MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session.
     Errors: INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED).
     """
     ListCalls: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.ListCallsRequest, _intercept_service_pb2.ListCallsResponse]  # type: ignore[assignment]
@@ -108,7 +114,9 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
     """Calls for trainers: take them, answer them.
 
     A call is QUEUED -> LEASED (to one session) -> DELIVERED | FAILED | CANCELLED | EXPIRED. The first accepted result wins and
-    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls are QUEUED again.
+    is journalled before it is acknowledged; later ones are rejected by type. A lost session's calls stay LEASED for the resume
+    window and then are QUEUED again. Among sessions whose selectors overlap, the oldest call goes to the one with credit that
+    holds the fewest.
 
     Errors common to all RPCs: those of RolloutGateService.
     """
@@ -151,7 +159,8 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _intercept_service_pb2.RegisterToolsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_intercept_service_pb2.RegisterToolsResponse, _abc.Awaitable[_intercept_service_pb2.RegisterToolsResponse]]:
-        """Registers tools that the trainer's host offers to the agents of some rollouts, for the ToolCalls of the session.
+        """Registers tools that the trainer's host offers to the agents of rollouts that are opened later; an agent reaches them as an
+        MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session.
         Errors: INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED).
         """
 

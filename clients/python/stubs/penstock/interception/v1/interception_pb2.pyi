@@ -52,23 +52,75 @@ class ModelSource(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class Inference(_message.Message):
+        """An inference service."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NAME_FIELD_NUMBER: _builtins.int
+        ADAPTER_FIELD_NUMBER: _builtins.int
+        name: _builtins.str
+        """As the operator configured it; empty = the default one."""
+        adapter: _builtins.str
+        """A loaded adapter; empty = the base weights."""
+        def __init__(
+            self,
+            *,
+            name: _builtins.str = ...,
+            adapter: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "name", b"name"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Tokenizer(_message.Message):
+        """A tokenizer without an engine, for trainers with their own. Gate mode only; there is nobody to delegate to."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NAME_FIELD_NUMBER: _builtins.int
+        name: _builtins.str
+        """As the operator configured it."""
+        def __init__(
+            self,
+            *,
+            name: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     INFERENCE_FIELD_NUMBER: _builtins.int
     UPSTREAM_FIELD_NUMBER: _builtins.int
-    inference: _builtins.str
-    """The name of an inference service that the operator configured; empty = the default one."""
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def upstream(self) -> Global___Upstream: ...
+    def inference(self) -> Global___ModelSource.Inference: ...
+    @_builtins.property
+    def upstream(self) -> Global___Upstream:
+        """In gate mode prompts then have no tokens: ModelCall.messages and tools are set, prompt_token_ids is empty, and what is
+        captured is text.
+        """
+
+    @_builtins.property
+    def tokenizer(self) -> Global___ModelSource.Tokenizer: ...
     def __init__(
         self,
         *,
-        inference: _builtins.str = ...,
+        inference: Global___ModelSource.Inference | None = ...,
         upstream: Global___Upstream | None = ...,
+        tokenizer: Global___ModelSource.Tokenizer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["inference", b"inference", "source", b"source", "upstream", b"upstream"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inference", b"inference", "source", b"source", "tokenizer", b"tokenizer", "upstream", b"upstream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inference", b"inference", "source", b"source", "upstream", b"upstream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inference", b"inference", "source", b"source", "tokenizer", b"tokenizer", "upstream", b"upstream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["inference", "upstream"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["inference", "upstream", "tokenizer"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
@@ -208,7 +260,10 @@ class PolicyVersionConstraint(_message.Message):
     min_version: _builtins.int
     """At least this version."""
     max_staleness: _builtins.int
-    """A completion may be at most this many versions older than the newest that the trainer announced."""
+    """A completion may be at most this many versions older than the newest that was announced for the rollout's run (the
+    engine's own in proxy mode). Judged when the call is leased or dispatched, which fixes ModelCall.min_policy_version; a
+    completion passes when its oldest span is not below that.
+    """
     def __init__(
         self,
         *,

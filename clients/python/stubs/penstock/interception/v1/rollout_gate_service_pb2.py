@@ -22,12 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from penstock.chat.v1 import chat_pb2 as penstock_dot_chat_dot_v1_dot_chat__pb2
 from penstock.interception.v1 import interception_pb2 as penstock_dot_interception_dot_v1_dot_interception__pb2
 from penstock.trajectory.v1 import trajectory_pb2 as penstock_dot_trajectory_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n3penstock/interception/v1/rollout_gate_service.proto\x12\x18penstock.interception.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a+penstock/interception/v1/interception.proto\x1a\'penstock/trajectory/v1/trajectory.proto\"\xd0\x04\n\x12OpenRolloutRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x15\n\x08group_id\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06run_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x12H\n\x06labels\x18\x05 \x03(\x0b\x32\x38.penstock.interception.v1.OpenRolloutRequest.LabelsEntry\x12,\n\x04mode\x18\x06 \x01(\x0e\x32\x1e.penstock.interception.v1.Mode\x12\x35\n\x06source\x18\x07 \x01(\x0b\x32%.penstock.interception.v1.ModelSource\x12\x31\n\x08\x64ialects\x18\x08 \x03(\x0e\x32\x1f.penstock.trajectory.v1.Dialect\x12\x32\n\x07\x62udgets\x18\t \x01(\x0b\x32!.penstock.interception.v1.Budgets\x12\x12\n\nmodel_name\x18\n \x01(\t\x12\x32\n\x05hints\x18\x0b \x01(\x0b\x32#.penstock.interception.v1.CallHints\x12\x41\n\x06policy\x18\x0c \x01(\x0b\x32\x31.penstock.interception.v1.PolicyVersionConstraint\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\t_group_idB\t\n\x07_run_id\"V\n\x0f\x44ialectEndpoint\x12\x30\n\x07\x64ialect\x18\x01 \x01(\x0e\x32\x1f.penstock.trajectory.v1.Dialect\x12\x11\n\tbase_path\x18\x02 \x01(\t\"\xb3\x01\n\x13OpenRolloutResponse\x12\x36\n\x07rollout\x18\x01 \x01(\x0b\x32%.penstock.interception.v1.GateRollout\x12\x17\n\x0fingress_address\x18\x02 \x01(\t\x12<\n\tendpoints\x18\x03 \x03(\x0b\x32).penstock.interception.v1.DialectEndpoint\x12\r\n\x05token\x18\x04 \x01(\t\"\x85\x04\n\x0bGateRollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x15\n\x08group_id\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06run_id\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x41\n\x06labels\x18\x04 \x03(\x0b\x32\x31.penstock.interception.v1.GateRollout.LabelsEntry\x12,\n\x04mode\x18\x05 \x01(\x0e\x32\x1e.penstock.interception.v1.Mode\x12\x39\n\x05state\x18\x06 \x01(\x0e\x32*.penstock.interception.v1.GateRolloutState\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nclose_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x06totals\x18\n \x01(\x0b\x32$.penstock.interception.v1.CallTotals\x12\x18\n\x10\x65xhausted_budget\x18\x0b \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\t_group_idB\t\n\x07_run_id\"\xa2\x01\n\nCallTotals\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\x05\x12\x0c\n\x04open\x18\x02 \x01(\x05\x12\x11\n\tdelivered\x18\x03 \x01(\x05\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x05\x12\x11\n\tcancelled\x18\x05 \x01(\x05\x12\x0f\n\x07\x65xpired\x18\x06 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\x03\"9\n\x13\x43loseRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"N\n\x14\x43loseRolloutResponse\x12\x36\n\x07rollout\x18\x01 \x01(\x0b\x32%.penstock.interception.v1.GateRollout\"*\n\x14\x44\x65leteRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteRolloutResponse\"\'\n\x11GetRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\"L\n\x12GetRolloutResponse\x12\x36\n\x07rollout\x18\x01 \x01(\x0b\x32%.penstock.interception.v1.GateRollout\"\xc9\x01\n\x13ListRolloutsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12I\n\x06labels\x18\x03 \x03(\x0b\x32\x39.penstock.interception.v1.ListRolloutsRequest.LabelsEntry\x12\x11\n\topen_only\x18\x04 \x01(\x08\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"h\n\x14ListRolloutsResponse\x12\x37\n\x08rollouts\x18\x01 \x03(\x0b\x32%.penstock.interception.v1.GateRollout\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"?\n\x11GetCaptureRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x16\n\x0einclude_bodies\x18\x02 \x01(\x08\"L\n\x12GetCaptureResponse\x12\x36\n\ntrajectory\x18\x01 \x01(\x0b\x32\".penstock.trajectory.v1.Trajectory\"\xd0\x01\n\x11WatchCallsRequest\x12\x13\n\x0brollout_ids\x18\x01 \x03(\t\x12G\n\x06labels\x18\x02 \x03(\x0b\x32\x37.penstock.interception.v1.WatchCallsRequest.LabelsEntry\x12\x1b\n\x0e\x61\x66ter_sequence\x18\x03 \x01(\x03H\x00\x88\x01\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x11\n\x0f_after_sequence\"\xa0\x04\n\x12WatchCallsResponse\x12L\n\x07started\x18\x01 \x01(\x0b\x32\x39.penstock.interception.v1.WatchCallsResponse.WatchStartedH\x00\x12K\n\x07\x63hanged\x18\x02 \x01(\x0b\x32\x38.penstock.interception.v1.WatchCallsResponse.CallChangedH\x00\x12L\n\x06\x63losed\x18\x03 \x01(\x0b\x32:.penstock.interception.v1.WatchCallsResponse.RolloutClosedH\x00\x12P\n\theartbeat\x18\x04 \x01(\x0b\x32;.penstock.interception.v1.WatchCallsResponse.WatchHeartbeatH\x00\x1a \n\x0cWatchStarted\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x1aK\n\x0b\x43\x61llChanged\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12*\n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\x1c.penstock.trajectory.v1.Call\x1a\x45\n\rRolloutClosed\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x1a\x10\n\x0eWatchHeartbeatB\x07\n\x05\x65vent*\x94\x01\n\x10GateRolloutState\x12\"\n\x1eGATE_ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17GATE_ROLLOUT_STATE_OPEN\x10\x01\x12 \n\x1cGATE_ROLLOUT_STATE_EXHAUSTED\x10\x02\x12\x1d\n\x19GATE_ROLLOUT_STATE_CLOSED\x10\x03\x32\x8f\x06\n\x12RolloutGateService\x12j\n\x0bOpenRollout\x12,.penstock.interception.v1.OpenRolloutRequest\x1a-.penstock.interception.v1.OpenRolloutResponse\x12m\n\x0c\x43loseRollout\x12-.penstock.interception.v1.CloseRolloutRequest\x1a..penstock.interception.v1.CloseRolloutResponse\x12p\n\rDeleteRollout\x12..penstock.interception.v1.DeleteRolloutRequest\x1a/.penstock.interception.v1.DeleteRolloutResponse\x12g\n\nGetRollout\x12+.penstock.interception.v1.GetRolloutRequest\x1a,.penstock.interception.v1.GetRolloutResponse\x12m\n\x0cListRollouts\x12-.penstock.interception.v1.ListRolloutsRequest\x1a..penstock.interception.v1.ListRolloutsResponse\x12i\n\nGetCapture\x12+.penstock.interception.v1.GetCaptureRequest\x1a,.penstock.interception.v1.GetCaptureResponse0\x01\x12i\n\nWatchCalls\x12+.penstock.interception.v1.WatchCallsRequest\x1a,.penstock.interception.v1.WatchCallsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n3penstock/interception/v1/rollout_gate_service.proto\x12\x18penstock.interception.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bpenstock/chat/v1/chat.proto\x1a+penstock/interception/v1/interception.proto\x1a\'penstock/trajectory/v1/trajectory.proto\"\xee\x05\n\x12OpenRolloutRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x15\n\x08group_id\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06run_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x12H\n\x06labels\x18\x05 \x03(\x0b\x32\x38.penstock.interception.v1.OpenRolloutRequest.LabelsEntry\x12,\n\x04mode\x18\x06 \x01(\x0e\x32\x1e.penstock.interception.v1.Mode\x12\x35\n\x06source\x18\x07 \x01(\x0b\x32%.penstock.interception.v1.ModelSource\x12\x31\n\x08\x64ialects\x18\x08 \x03(\x0e\x32\x1f.penstock.trajectory.v1.Dialect\x12\x32\n\x07\x62udgets\x18\t \x01(\x0b\x32!.penstock.interception.v1.Budgets\x12\x12\n\nmodel_name\x18\n \x01(\t\x12\x32\n\x05hints\x18\x0b \x01(\x0b\x32#.penstock.interception.v1.CallHints\x12\x41\n\x06policy\x18\x0c \x01(\x0b\x32\x31.penstock.interception.v1.PolicyVersionConstraint\x12\x14\n\x07task_id\x18\r \x01(\tH\x02\x88\x01\x01\x12\x18\n\x0bgroup_index\x18\x0e \x01(\x05H\x03\x88\x01\x01\x12:\n\x11sampling_override\x18\x0f \x01(\x0b\x32\x1a.penstock.chat.v1.SamplingH\x04\x88\x01\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\t_group_idB\t\n\x07_run_idB\n\n\x08_task_idB\x0e\n\x0c_group_indexB\x14\n\x12_sampling_override\"V\n\x0f\x44ialectEndpoint\x12\x30\n\x07\x64ialect\x18\x01 \x01(\x0e\x32\x1f.penstock.trajectory.v1.Dialect\x12\x11\n\tbase_path\x18\x02 \x01(\t\"\xb3\x01\n\x13OpenRolloutResponse\x12\x36\n\x07rollout\x18\x01 \x01(\x0b\x32%.penstock.interception.v1.GateRollout\x12\x17\n\x0fingress_address\x18\x02 \x01(\t\x12<\n\tendpoints\x18\x03 \x03(\x0b\x32).penstock.interception.v1.DialectEndpoint\x12\r\n\x05token\x18\x04 \x01(\t\"\xb5\x04\n\x0bGateRollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x15\n\x08group_id\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x13\n\x06run_id\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x41\n\x06labels\x18\x04 \x03(\x0b\x32\x31.penstock.interception.v1.GateRollout.LabelsEntry\x12,\n\x04mode\x18\x05 \x01(\x0e\x32\x1e.penstock.interception.v1.Mode\x12\x39\n\x05state\x18\x06 \x01(\x0e\x32*.penstock.interception.v1.GateRolloutState\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12/\n\x0b\x63reate_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\nclose_time\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x34\n\x06totals\x18\n \x01(\x0b\x32$.penstock.interception.v1.CallTotals\x12\x18\n\x10\x65xhausted_budget\x18\x0b \x01(\t\x12.\n\x0bpaused_time\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0b\n\t_group_idB\t\n\x07_run_id\"\xa2\x01\n\nCallTotals\x12\r\n\x05\x63\x61lls\x18\x01 \x01(\x05\x12\x0c\n\x04open\x18\x02 \x01(\x05\x12\x11\n\tdelivered\x18\x03 \x01(\x05\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x05\x12\x11\n\tcancelled\x18\x05 \x01(\x05\x12\x0f\n\x07\x65xpired\x18\x06 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\x03\"9\n\x13\x43loseRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"N\n\x14\x43loseRolloutResponse\x12\x36\n\x07rollout\x18\x01 \x01(\x0b\x32%.penstock.interception.v1.GateRollout\"*\n\x14\x44\x65leteRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\"\x17\n\x15\x44\x65leteRolloutResponse\"\'\n\x11GetRolloutRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\"L\n\x12GetRolloutResponse\x12\x36\n\x07rollout\x18\x01 \x01(\x0b\x32%.penstock.interception.v1.GateRollout\"\xc9\x01\n\x13ListRolloutsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12I\n\x06labels\x18\x03 \x03(\x0b\x32\x39.penstock.interception.v1.ListRolloutsRequest.LabelsEntry\x12\x11\n\topen_only\x18\x04 \x01(\x08\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"h\n\x14ListRolloutsResponse\x12\x37\n\x08rollouts\x18\x01 \x03(\x0b\x32%.penstock.interception.v1.GateRollout\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"i\n\x11GetCaptureRequest\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x16\n\x0einclude_bodies\x18\x02 \x01(\x08\x12\x18\n\x0b\x61\x66ter_index\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x0e\n\x0c_after_index\"L\n\x12GetCaptureResponse\x12\x36\n\ntrajectory\x18\x01 \x01(\x0b\x32\".penstock.trajectory.v1.Trajectory\"\xd0\x01\n\x11WatchCallsRequest\x12\x13\n\x0brollout_ids\x18\x01 \x03(\t\x12G\n\x06labels\x18\x02 \x03(\x0b\x32\x37.penstock.interception.v1.WatchCallsRequest.LabelsEntry\x12\x1b\n\x0e\x61\x66ter_sequence\x18\x03 \x01(\x03H\x00\x88\x01\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x11\n\x0f_after_sequence\"\xa0\x04\n\x12WatchCallsResponse\x12L\n\x07started\x18\x01 \x01(\x0b\x32\x39.penstock.interception.v1.WatchCallsResponse.WatchStartedH\x00\x12K\n\x07\x63hanged\x18\x02 \x01(\x0b\x32\x38.penstock.interception.v1.WatchCallsResponse.CallChangedH\x00\x12L\n\x06\x63losed\x18\x03 \x01(\x0b\x32:.penstock.interception.v1.WatchCallsResponse.RolloutClosedH\x00\x12P\n\theartbeat\x18\x04 \x01(\x0b\x32;.penstock.interception.v1.WatchCallsResponse.WatchHeartbeatH\x00\x1a \n\x0cWatchStarted\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x1aK\n\x0b\x43\x61llChanged\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12*\n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\x1c.penstock.trajectory.v1.Call\x1a\x45\n\rRolloutClosed\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x1a\x10\n\x0eWatchHeartbeatB\x07\n\x05\x65vent*\x94\x01\n\x10GateRolloutState\x12\"\n\x1eGATE_ROLLOUT_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17GATE_ROLLOUT_STATE_OPEN\x10\x01\x12 \n\x1cGATE_ROLLOUT_STATE_EXHAUSTED\x10\x02\x12\x1d\n\x19GATE_ROLLOUT_STATE_CLOSED\x10\x03\x32\x8f\x06\n\x12RolloutGateService\x12j\n\x0bOpenRollout\x12,.penstock.interception.v1.OpenRolloutRequest\x1a-.penstock.interception.v1.OpenRolloutResponse\x12m\n\x0c\x43loseRollout\x12-.penstock.interception.v1.CloseRolloutRequest\x1a..penstock.interception.v1.CloseRolloutResponse\x12p\n\rDeleteRollout\x12..penstock.interception.v1.DeleteRolloutRequest\x1a/.penstock.interception.v1.DeleteRolloutResponse\x12g\n\nGetRollout\x12+.penstock.interception.v1.GetRolloutRequest\x1a,.penstock.interception.v1.GetRolloutResponse\x12m\n\x0cListRollouts\x12-.penstock.interception.v1.ListRolloutsRequest\x1a..penstock.interception.v1.ListRolloutsResponse\x12i\n\nGetCapture\x12+.penstock.interception.v1.GetCaptureRequest\x1a,.penstock.interception.v1.GetCaptureResponse0\x01\x12i\n\nWatchCalls\x12+.penstock.interception.v1.WatchCallsRequest\x1a,.penstock.interception.v1.WatchCallsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,58 +44,58 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTROLLOUTSREQUEST_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_WATCHCALLSREQUEST_LABELSENTRY']._loaded_options = None
   _globals['_WATCHCALLSREQUEST_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_GATEROLLOUTSTATE']._serialized_start=3289
-  _globals['_GATEROLLOUTSTATE']._serialized_end=3437
-  _globals['_OPENROLLOUTREQUEST']._serialized_start=201
-  _globals['_OPENROLLOUTREQUEST']._serialized_end=793
-  _globals['_OPENROLLOUTREQUEST_LABELSENTRY']._serialized_start=724
-  _globals['_OPENROLLOUTREQUEST_LABELSENTRY']._serialized_end=769
-  _globals['_DIALECTENDPOINT']._serialized_start=795
-  _globals['_DIALECTENDPOINT']._serialized_end=881
-  _globals['_OPENROLLOUTRESPONSE']._serialized_start=884
-  _globals['_OPENROLLOUTRESPONSE']._serialized_end=1063
-  _globals['_GATEROLLOUT']._serialized_start=1066
-  _globals['_GATEROLLOUT']._serialized_end=1583
-  _globals['_GATEROLLOUT_LABELSENTRY']._serialized_start=724
-  _globals['_GATEROLLOUT_LABELSENTRY']._serialized_end=769
-  _globals['_CALLTOTALS']._serialized_start=1586
-  _globals['_CALLTOTALS']._serialized_end=1748
-  _globals['_CLOSEROLLOUTREQUEST']._serialized_start=1750
-  _globals['_CLOSEROLLOUTREQUEST']._serialized_end=1807
-  _globals['_CLOSEROLLOUTRESPONSE']._serialized_start=1809
-  _globals['_CLOSEROLLOUTRESPONSE']._serialized_end=1887
-  _globals['_DELETEROLLOUTREQUEST']._serialized_start=1889
-  _globals['_DELETEROLLOUTREQUEST']._serialized_end=1931
-  _globals['_DELETEROLLOUTRESPONSE']._serialized_start=1933
-  _globals['_DELETEROLLOUTRESPONSE']._serialized_end=1956
-  _globals['_GETROLLOUTREQUEST']._serialized_start=1958
-  _globals['_GETROLLOUTREQUEST']._serialized_end=1997
-  _globals['_GETROLLOUTRESPONSE']._serialized_start=1999
-  _globals['_GETROLLOUTRESPONSE']._serialized_end=2075
-  _globals['_LISTROLLOUTSREQUEST']._serialized_start=2078
-  _globals['_LISTROLLOUTSREQUEST']._serialized_end=2279
-  _globals['_LISTROLLOUTSREQUEST_LABELSENTRY']._serialized_start=724
-  _globals['_LISTROLLOUTSREQUEST_LABELSENTRY']._serialized_end=769
-  _globals['_LISTROLLOUTSRESPONSE']._serialized_start=2281
-  _globals['_LISTROLLOUTSRESPONSE']._serialized_end=2385
-  _globals['_GETCAPTUREREQUEST']._serialized_start=2387
-  _globals['_GETCAPTUREREQUEST']._serialized_end=2450
-  _globals['_GETCAPTURERESPONSE']._serialized_start=2452
-  _globals['_GETCAPTURERESPONSE']._serialized_end=2528
-  _globals['_WATCHCALLSREQUEST']._serialized_start=2531
-  _globals['_WATCHCALLSREQUEST']._serialized_end=2739
-  _globals['_WATCHCALLSREQUEST_LABELSENTRY']._serialized_start=724
-  _globals['_WATCHCALLSREQUEST_LABELSENTRY']._serialized_end=769
-  _globals['_WATCHCALLSRESPONSE']._serialized_start=2742
-  _globals['_WATCHCALLSRESPONSE']._serialized_end=3286
-  _globals['_WATCHCALLSRESPONSE_WATCHSTARTED']._serialized_start=3079
-  _globals['_WATCHCALLSRESPONSE_WATCHSTARTED']._serialized_end=3111
-  _globals['_WATCHCALLSRESPONSE_CALLCHANGED']._serialized_start=3113
-  _globals['_WATCHCALLSRESPONSE_CALLCHANGED']._serialized_end=3188
-  _globals['_WATCHCALLSRESPONSE_ROLLOUTCLOSED']._serialized_start=3190
-  _globals['_WATCHCALLSRESPONSE_ROLLOUTCLOSED']._serialized_end=3259
-  _globals['_WATCHCALLSRESPONSE_WATCHHEARTBEAT']._serialized_start=3261
-  _globals['_WATCHCALLSRESPONSE_WATCHHEARTBEAT']._serialized_end=3277
-  _globals['_ROLLOUTGATESERVICE']._serialized_start=3440
-  _globals['_ROLLOUTGATESERVICE']._serialized_end=4223
+  _globals['_GATEROLLOUTSTATE']._serialized_start=3598
+  _globals['_GATEROLLOUTSTATE']._serialized_end=3746
+  _globals['_OPENROLLOUTREQUEST']._serialized_start=262
+  _globals['_OPENROLLOUTREQUEST']._serialized_end=1012
+  _globals['_OPENROLLOUTREQUEST_LABELSENTRY']._serialized_start=893
+  _globals['_OPENROLLOUTREQUEST_LABELSENTRY']._serialized_end=938
+  _globals['_DIALECTENDPOINT']._serialized_start=1014
+  _globals['_DIALECTENDPOINT']._serialized_end=1100
+  _globals['_OPENROLLOUTRESPONSE']._serialized_start=1103
+  _globals['_OPENROLLOUTRESPONSE']._serialized_end=1282
+  _globals['_GATEROLLOUT']._serialized_start=1285
+  _globals['_GATEROLLOUT']._serialized_end=1850
+  _globals['_GATEROLLOUT_LABELSENTRY']._serialized_start=893
+  _globals['_GATEROLLOUT_LABELSENTRY']._serialized_end=938
+  _globals['_CALLTOTALS']._serialized_start=1853
+  _globals['_CALLTOTALS']._serialized_end=2015
+  _globals['_CLOSEROLLOUTREQUEST']._serialized_start=2017
+  _globals['_CLOSEROLLOUTREQUEST']._serialized_end=2074
+  _globals['_CLOSEROLLOUTRESPONSE']._serialized_start=2076
+  _globals['_CLOSEROLLOUTRESPONSE']._serialized_end=2154
+  _globals['_DELETEROLLOUTREQUEST']._serialized_start=2156
+  _globals['_DELETEROLLOUTREQUEST']._serialized_end=2198
+  _globals['_DELETEROLLOUTRESPONSE']._serialized_start=2200
+  _globals['_DELETEROLLOUTRESPONSE']._serialized_end=2223
+  _globals['_GETROLLOUTREQUEST']._serialized_start=2225
+  _globals['_GETROLLOUTREQUEST']._serialized_end=2264
+  _globals['_GETROLLOUTRESPONSE']._serialized_start=2266
+  _globals['_GETROLLOUTRESPONSE']._serialized_end=2342
+  _globals['_LISTROLLOUTSREQUEST']._serialized_start=2345
+  _globals['_LISTROLLOUTSREQUEST']._serialized_end=2546
+  _globals['_LISTROLLOUTSREQUEST_LABELSENTRY']._serialized_start=893
+  _globals['_LISTROLLOUTSREQUEST_LABELSENTRY']._serialized_end=938
+  _globals['_LISTROLLOUTSRESPONSE']._serialized_start=2548
+  _globals['_LISTROLLOUTSRESPONSE']._serialized_end=2652
+  _globals['_GETCAPTUREREQUEST']._serialized_start=2654
+  _globals['_GETCAPTUREREQUEST']._serialized_end=2759
+  _globals['_GETCAPTURERESPONSE']._serialized_start=2761
+  _globals['_GETCAPTURERESPONSE']._serialized_end=2837
+  _globals['_WATCHCALLSREQUEST']._serialized_start=2840
+  _globals['_WATCHCALLSREQUEST']._serialized_end=3048
+  _globals['_WATCHCALLSREQUEST_LABELSENTRY']._serialized_start=893
+  _globals['_WATCHCALLSREQUEST_LABELSENTRY']._serialized_end=938
+  _globals['_WATCHCALLSRESPONSE']._serialized_start=3051
+  _globals['_WATCHCALLSRESPONSE']._serialized_end=3595
+  _globals['_WATCHCALLSRESPONSE_WATCHSTARTED']._serialized_start=3388
+  _globals['_WATCHCALLSRESPONSE_WATCHSTARTED']._serialized_end=3420
+  _globals['_WATCHCALLSRESPONSE_CALLCHANGED']._serialized_start=3422
+  _globals['_WATCHCALLSRESPONSE_CALLCHANGED']._serialized_end=3497
+  _globals['_WATCHCALLSRESPONSE_ROLLOUTCLOSED']._serialized_start=3499
+  _globals['_WATCHCALLSRESPONSE_ROLLOUTCLOSED']._serialized_end=3568
+  _globals['_WATCHCALLSRESPONSE_WATCHHEARTBEAT']._serialized_start=3570
+  _globals['_WATCHCALLSRESPONSE_WATCHHEARTBEAT']._serialized_end=3586
+  _globals['_ROLLOUTGATESERVICE']._serialized_start=3749
+  _globals['_ROLLOUTGATESERVICE']._serialized_end=4532
 # @@protoc_insertion_point(module_scope)

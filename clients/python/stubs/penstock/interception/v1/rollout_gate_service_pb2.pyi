@@ -5,10 +5,12 @@ isort:skip_file
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from penstock.chat.v1 import chat_pb2 as _chat_pb2
 from penstock.interception.v1 import interception_pb2 as _interception_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as _trajectory_pb2
 import builtins as _builtins
@@ -82,6 +84,9 @@ class OpenRolloutRequest(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     HINTS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    GROUP_INDEX_FIELD_NUMBER: _builtins.int
+    SAMPLING_OVERRIDE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     rollout_id: _builtins.str
     """Client-chosen identifier, never used before."""
@@ -90,6 +95,9 @@ class OpenRolloutRequest(_message.Message):
     mode: _interception_pb2.Mode.ValueType
     model_name: _builtins.str
     """The model's name as the agent shall use it; empty = the source's own."""
+    task_id: _builtins.str
+    """Told to the trainer with each call; both may be unset."""
+    group_index: _builtins.int
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -106,6 +114,10 @@ class OpenRolloutRequest(_message.Message):
     def hints(self) -> _interception_pb2.CallHints: ...
     @_builtins.property
     def policy(self) -> _interception_pb2.PolicyVersionConstraint: ...
+    @_builtins.property
+    def sampling_override(self) -> _chat_pb2.Sampling:
+        """Replaces, field by field, what the agent asks for; recorded as a normalisation."""
+
     def __init__(
         self,
         *,
@@ -121,19 +133,34 @@ class OpenRolloutRequest(_message.Message):
         model_name: _builtins.str = ...,
         hints: _interception_pb2.CallHints | None = ...,
         policy: _interception_pb2.PolicyVersionConstraint | None = ...,
+        task_id: _builtins.str | None = ...,
+        group_index: _builtins.int | None = ...,
+        sampling_override: _chat_pb2.Sampling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "budgets", b"budgets", "group_id", b"group_id", "hints", b"hints", "policy", b"policy", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "budgets", b"budgets", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "policy", b"policy", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "budgets", b"budgets", "dialects", b"dialects", "group_id", b"group_id", "hints", b"hints", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "budgets", b"budgets", "dialects", b"dialects", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
+    _WhichOneofReturnType__group_index: _TypeAlias = _typing.Literal["group_index"]  # noqa: Y015
+    _WhichOneofArgType__group_index: _TypeAlias = _typing.Literal["_group_index", b"_group_index"]  # noqa: Y015
     _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
     _WhichOneofArgType__run_id: _TypeAlias = _typing.Literal["_run_id", b"_run_id"]  # noqa: Y015
+    _WhichOneofReturnType__sampling_override: _TypeAlias = _typing.Literal["sampling_override"]  # noqa: Y015
+    _WhichOneofArgType__sampling_override: _TypeAlias = _typing.Literal["_sampling_override", b"_sampling_override"]  # noqa: Y015
+    _WhichOneofReturnType__task_id: _TypeAlias = _typing.Literal["task_id"]  # noqa: Y015
+    _WhichOneofArgType__task_id: _TypeAlias = _typing.Literal["_task_id", b"_task_id"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_id) -> _WhichOneofReturnType__group_id | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_index) -> _WhichOneofReturnType__group_index | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__run_id) -> _WhichOneofReturnType__run_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sampling_override) -> _WhichOneofReturnType__sampling_override | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__task_id) -> _WhichOneofReturnType__task_id | None: ...
 
 Global___OpenRolloutRequest: _TypeAlias = OpenRolloutRequest  # noqa: Y015
 
@@ -235,6 +262,7 @@ class GateRollout(_message.Message):
     CLOSE_TIME_FIELD_NUMBER: _builtins.int
     TOTALS_FIELD_NUMBER: _builtins.int
     EXHAUSTED_BUDGET_FIELD_NUMBER: _builtins.int
+    PAUSED_TIME_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     run_id: _builtins.str
@@ -251,6 +279,10 @@ class GateRollout(_message.Message):
     def close_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def totals(self) -> Global___CallTotals: ...
+    @_builtins.property
+    def paused_time(self) -> _duration_pb2.Duration:
+        """How long its calls were held by PauseCalls."""
+
     def __init__(
         self,
         *,
@@ -265,10 +297,11 @@ class GateRollout(_message.Message):
         close_time: _timestamp_pb2.Timestamp | None = ...,
         totals: Global___CallTotals | None = ...,
         exhausted_budget: _builtins.str = ...,
+        paused_time: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "group_id", b"group_id", "run_id", b"run_id", "totals", b"totals"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "group_id", b"group_id", "paused_time", b"paused_time", "run_id", b"run_id", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "paused_time", b"paused_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -539,20 +572,26 @@ class GetCaptureRequest(_message.Message):
 
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     INCLUDE_BODIES_FIELD_NUMBER: _builtins.int
+    AFTER_INDEX_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     include_bodies: _builtins.bool
     """Whether Call.request_body is filled."""
+    after_index: _builtins.int
+    """Only calls with a greater index, and no samples."""
     def __init__(
         self,
         *,
         rollout_id: _builtins.str = ...,
         include_bodies: _builtins.bool = ...,
+        after_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "after_index", b"after_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_bodies", b"include_bodies", "rollout_id", b"rollout_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "after_index", b"after_index", "include_bodies", b"include_bodies", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__after_index: _TypeAlias = _typing.Literal["after_index"]  # noqa: Y015
+    _WhichOneofArgType__after_index: _TypeAlias = _typing.Literal["_after_index", b"_after_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after_index) -> _WhichOneofReturnType__after_index | None: ...
 
 Global___GetCaptureRequest: _TypeAlias = GetCaptureRequest  # noqa: Y015
 
@@ -565,7 +604,7 @@ class GetCaptureResponse(_message.Message):
     TRAJECTORY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def trajectory(self) -> _trajectory_pb2.Trajectory:
-        """A fragment; all of them merged are the trajectory. At most about 4 MiB."""
+        """A fragment; all of them merged are the trajectory."""
 
     def __init__(
         self,

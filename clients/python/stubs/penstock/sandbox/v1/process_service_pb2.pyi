@@ -131,10 +131,13 @@ class Command(_message.Message):
     SECRET_ENV_FIELD_NUMBER: _builtins.int
     CWD_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
     shell: _builtins.str
     """Run as /bin/sh -c TEXT (or bash where the base has it), the text as one argument."""
     cwd: _builtins.str
     """Absolute, or relative to the sandbox's working directory; empty = the working directory."""
+    user: _builtins.str
+    """The account that executes; empty = the sandbox's. Another one needs the backend's capability `root`."""
     @_builtins.property
     def argv(self) -> Global___Argv: ...
     @_builtins.property
@@ -158,10 +161,11 @@ class Command(_message.Message):
         secret_env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         cwd: _builtins.str = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["argv", b"argv", "command", b"command", "shell", b"shell", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["argv", b"argv", "command", b"command", "cwd", b"cwd", "env", b"env", "secret_env", b"secret_env", "shell", b"shell", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["argv", b"argv", "command", b"command", "cwd", b"cwd", "env", b"env", "secret_env", b"secret_env", "shell", b"shell", "timeout", b"timeout", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["argv", "shell"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
@@ -301,8 +305,13 @@ class Process(_message.Message):
     START_TIME_FIELD_NUMBER: _builtins.int
     EXIT_FIELD_NUMBER: _builtins.int
     PTY_FIELD_NUMBER: _builtins.int
+    STDIN_OFFSET_FIELD_NUMBER: _builtins.int
+    STDIN_CLOSED_FIELD_NUMBER: _builtins.int
     process_id: _builtins.str
     pty: _builtins.bool
+    stdin_offset: _builtins.int
+    """Bytes of standard input that were accepted: where a broken WriteStdin resumes."""
+    stdin_closed: _builtins.bool
     @_builtins.property
     def command(self) -> Global___Command:
         """Without values of secret_env."""
@@ -321,10 +330,12 @@ class Process(_message.Message):
         start_time: _timestamp_pb2.Timestamp | None = ...,
         exit: Global___Exit | None = ...,
         pty: _builtins.bool = ...,
+        stdin_offset: _builtins.int = ...,
+        stdin_closed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_exit", b"_exit", "command", b"command", "exit", b"exit", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit", b"_exit", "command", b"command", "exit", b"exit", "process_id", b"process_id", "pty", b"pty", "start_time", b"start_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit", b"_exit", "command", b"command", "exit", b"exit", "process_id", b"process_id", "pty", b"pty", "start_time", b"start_time", "stdin_closed", b"stdin_closed", "stdin_offset", b"stdin_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit: _TypeAlias = _typing.Literal["exit"]  # noqa: Y015
     _WhichOneofArgType__exit: _TypeAlias = _typing.Literal["_exit", b"_exit"]  # noqa: Y015
@@ -936,6 +947,7 @@ class RunRequest(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     STDIN_FIELD_NUMBER: _builtins.int
     OUTPUT_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    PROCESS_ID_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     stdin: _builtins.bytes
     """Given to the process's standard input, which is then closed."""
@@ -943,6 +955,8 @@ class RunRequest(_message.Message):
     """Bytes of each stream in the answer: the first half and the last half of the limit when there is more. Unset = 1 MiB;
     at most 10 MiB.
     """
+    process_id: _builtins.str
+    """Makes the call idempotent, as in StartProcess; empty = assigned."""
     @_builtins.property
     def command(self) -> Global___Command: ...
     def __init__(
@@ -952,10 +966,11 @@ class RunRequest(_message.Message):
         command: Global___Command | None = ...,
         stdin: _builtins.bytes = ...,
         output_limit_bytes: _builtins.int | None = ...,
+        process_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes", "command", b"command", "output_limit_bytes", b"output_limit_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes", "command", b"command", "output_limit_bytes", b"output_limit_bytes", "sandbox_id", b"sandbox_id", "stdin", b"stdin"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes", "command", b"command", "output_limit_bytes", b"output_limit_bytes", "process_id", b"process_id", "sandbox_id", b"sandbox_id", "stdin", b"stdin"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__output_limit_bytes: _TypeAlias = _typing.Literal["output_limit_bytes"]  # noqa: Y015
     _WhichOneofArgType__output_limit_bytes: _TypeAlias = _typing.Literal["_output_limit_bytes", b"_output_limit_bytes"]  # noqa: Y015

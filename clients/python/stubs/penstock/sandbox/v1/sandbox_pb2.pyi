@@ -101,7 +101,9 @@ Global___NetworkKind: _TypeAlias = NetworkKind  # noqa: Y015
 
 @_typing.final
 class NetworkPolicy(_message.Message):
-    """What a sandbox may reach."""
+    """What a sandbox may reach. Order: NONE < ONE_ENDPOINT < ALLOWLIST < OPEN; within a kind, fewer hosts and ports are narrower.
+    ALLOWLIST and OPEN may be narrowed to any ONE_ENDPOINT that the operator allows.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -430,19 +432,12 @@ class Sandbox(_message.Message):
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
     WORKDIR_FIELD_NUMBER: _builtins.int
-    DATA_PLANE_ADDRESS_FIELD_NUMBER: _builtins.int
-    DATA_PLANE_TOKEN_FIELD_NUMBER: _builtins.int
     LOST_REASON_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     state: Global___SandboxState.ValueType
     home: _builtins.str
     """Home directory and working directory of the user inside."""
     workdir: _builtins.str
-    data_plane_address: _builtins.str
-    """Where ProcessService and FileService for this sandbox are served, when that is not the address that answered; with a
-    token that is good for this sandbox only.
-    """
-    data_plane_token: _builtins.str
     lost_reason: _builtins.str
     """Why it is LOST; a stable UPPER_SNAKE reason."""
     @_builtins.property
@@ -465,17 +460,46 @@ class Sandbox(_message.Message):
         expire_time: _timestamp_pb2.Timestamp | None = ...,
         home: _builtins.str = ...,
         workdir: _builtins.str = ...,
-        data_plane_address: _builtins.str = ...,
-        data_plane_token: _builtins.str = ...,
         lost_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "data_plane_address", b"data_plane_address", "data_plane_token", b"data_plane_token", "expire_time", b"expire_time", "home", b"home", "lost_reason", b"lost_reason", "sandbox_id", b"sandbox_id", "spec", b"spec", "state", b"state", "workdir", b"workdir"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "home", b"home", "lost_reason", b"lost_reason", "sandbox_id", b"sandbox_id", "spec", b"spec", "state", b"state", "workdir", b"workdir"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sandbox: _TypeAlias = Sandbox  # noqa: Y015
+
+@_typing.final
+class DataPlane(_message.Message):
+    """Where one sandbox's ProcessService and FileService are served, when that is not the address that answered. Given to trainers
+    and operators only.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    TOKEN_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    token: _builtins.str
+    """Good for this sandbox only, until token_expire_time."""
+    @_builtins.property
+    def token_expire_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        token: _builtins.str = ...,
+        token_expire_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token_expire_time", b"token_expire_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "token", b"token", "token_expire_time", b"token_expire_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DataPlane: _TypeAlias = DataPlane  # noqa: Y015
 
 @_typing.final
 class Capabilities(_message.Message):

@@ -55,18 +55,26 @@ class CreateSandboxResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SANDBOX_FIELD_NUMBER: _builtins.int
+    DATA_PLANE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sandbox(self) -> _sandbox_pb2.Sandbox: ...
+    @_builtins.property
+    def data_plane(self) -> _sandbox_pb2.DataPlane:
+        """Unset = the address that answered. A repeated call gets a fresh token."""
+
     def __init__(
         self,
         *,
         sandbox: _sandbox_pb2.Sandbox | None = ...,
+        data_plane: _sandbox_pb2.DataPlane | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sandbox", b"sandbox"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_plane", b"_data_plane", "data_plane", b"data_plane", "sandbox", b"sandbox"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sandbox", b"sandbox"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_plane", b"_data_plane", "data_plane", b"data_plane", "sandbox", b"sandbox"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__data_plane: _TypeAlias = _typing.Literal["data_plane"]  # noqa: Y015
+    _WhichOneofArgType__data_plane: _TypeAlias = _typing.Literal["_data_plane", b"_data_plane"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_plane) -> _WhichOneofReturnType__data_plane | None: ...
 
 Global___CreateSandboxResponse: _TypeAlias = CreateSandboxResponse  # noqa: Y015
 
@@ -112,6 +120,53 @@ class GetSandboxResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetSandboxResponse: _TypeAlias = GetSandboxResponse  # noqa: Y015
+
+@_typing.final
+class GetDataPlaneRequest(_message.Message):
+    """See GetDataPlane."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SANDBOX_ID_FIELD_NUMBER: _builtins.int
+    sandbox_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        sandbox_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sandbox_id", b"sandbox_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetDataPlaneRequest: _TypeAlias = GetDataPlaneRequest  # noqa: Y015
+
+@_typing.final
+class GetDataPlaneResponse(_message.Message):
+    """See GetDataPlane."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_PLANE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def data_plane(self) -> _sandbox_pb2.DataPlane:
+        """Unset = the address that answered."""
+
+    def __init__(
+        self,
+        *,
+        data_plane: _sandbox_pb2.DataPlane | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_plane", b"_data_plane", "data_plane", b"data_plane"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_plane", b"_data_plane", "data_plane", b"data_plane"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__data_plane: _TypeAlias = _typing.Literal["data_plane"]  # noqa: Y015
+    _WhichOneofArgType__data_plane: _TypeAlias = _typing.Literal["_data_plane", b"_data_plane"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_plane) -> _WhichOneofReturnType__data_plane | None: ...
+
+Global___GetDataPlaneResponse: _TypeAlias = GetDataPlaneResponse  # noqa: Y015
 
 @_typing.final
 class ListSandboxesRequest(_message.Message):
@@ -457,7 +512,7 @@ Global___SeedFile: _TypeAlias = SeedFile  # noqa: Y015
 
 @_typing.final
 class SnapshotSpec(_message.Message):
-    """What a snapshot is made of; its key is the SHA-256 of this message's content."""
+    """What a snapshot is made of; two specs of equal content share one snapshot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -503,7 +558,7 @@ class Snapshot(_message.Message):
     FORK_KIND_FIELD_NUMBER: _builtins.int
     snapshot_id: _builtins.str
     key: _builtins.str
-    """Hexadecimal SHA-256 of the SnapshotSpec's content."""
+    """A digest of the SnapshotSpec's content. Opaque: computed by the service only, compared and passed back by clients."""
     backend: _builtins.str
     size_bytes: _builtins.int
     fork_kind: _sandbox_pb2.ForkKind.ValueType
@@ -835,25 +890,36 @@ class ForkSandboxesResponse(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     SANDBOX_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    DATA_PLANE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """0 to count - 1."""
     @_builtins.property
     def sandbox(self) -> _sandbox_pb2.Sandbox: ...
     @_builtins.property
     def failure(self) -> Global___ForkSandboxesResponse.ForkFailure: ...
+    @_builtins.property
+    def data_plane(self) -> _sandbox_pb2.DataPlane:
+        """With a sandbox only; as in CreateSandboxResponse."""
+
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         sandbox: _sandbox_pb2.Sandbox | None = ...,
         failure: Global___ForkSandboxesResponse.ForkFailure | None = ...,
+        data_plane: _sandbox_pb2.DataPlane | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "result", b"result", "sandbox", b"sandbox"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_plane", b"_data_plane", "data_plane", b"data_plane", "failure", b"failure", "result", b"result", "sandbox", b"sandbox"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "index", b"index", "result", b"result", "sandbox", b"sandbox"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_plane", b"_data_plane", "data_plane", b"data_plane", "failure", b"failure", "index", b"index", "result", b"result", "sandbox", b"sandbox"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__data_plane: _TypeAlias = _typing.Literal["data_plane"]  # noqa: Y015
+    _WhichOneofArgType__data_plane: _TypeAlias = _typing.Literal["_data_plane", b"_data_plane"]  # noqa: Y015
     _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["sandbox", "failure"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_plane) -> _WhichOneofReturnType__data_plane | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
 Global___ForkSandboxesResponse: _TypeAlias = ForkSandboxesResponse  # noqa: Y015

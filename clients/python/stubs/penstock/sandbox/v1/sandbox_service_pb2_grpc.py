@@ -48,6 +48,11 @@ class SandboxServiceStub(object):
                 request_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetSandboxRequest.SerializeToString,
                 response_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetSandboxResponse.FromString,
                 _registered_method=True)
+        self.GetDataPlane = channel.unary_unary(
+                '/penstock.sandbox.v1.SandboxService/GetDataPlane',
+                request_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetDataPlaneRequest.SerializeToString,
+                response_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetDataPlaneResponse.FromString,
+                _registered_method=True)
         self.ListSandboxes = channel.unary_unary(
                 '/penstock.sandbox.v1.SandboxService/ListSandboxes',
                 request_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListSandboxesRequest.SerializeToString,
@@ -152,6 +157,14 @@ class SandboxServiceServicer(object):
 
     def GetSandbox(self, request, context):
         """Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetDataPlane(self, request, context):
+        """Where a sandbox's processes and files are served, with a fresh token. Never for observers.
+        Errors: NOT_FOUND (SANDBOX_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -295,6 +308,11 @@ def add_SandboxServiceServicer_to_server(servicer, server):
                     request_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetSandboxRequest.FromString,
                     response_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetSandboxResponse.SerializeToString,
             ),
+            'GetDataPlane': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDataPlane,
+                    request_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetDataPlaneRequest.FromString,
+                    response_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetDataPlaneResponse.SerializeToString,
+            ),
             'ListSandboxes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSandboxes,
                     request_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.ListSandboxesRequest.FromString,
@@ -434,6 +452,33 @@ class SandboxService(object):
             '/penstock.sandbox.v1.SandboxService/GetSandbox',
             penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetSandboxRequest.SerializeToString,
             penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetSandboxResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDataPlane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.sandbox.v1.SandboxService/GetDataPlane',
+            penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetDataPlaneRequest.SerializeToString,
+            penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.GetDataPlaneResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,10 @@ class SandboxServiceStub:
     """
     GetSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSandboxRequest, _sandbox_service_pb2.GetSandboxResponse]
     """Errors: NOT_FOUND (SANDBOX_UNKNOWN)."""
+    GetDataPlane: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetDataPlaneRequest, _sandbox_service_pb2.GetDataPlaneResponse]
+    """Where a sandbox's processes and files are served, with a fresh token. Never for observers.
+    Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+    """
     ListSandboxes: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListSandboxesRequest, _sandbox_service_pb2.ListSandboxesResponse]
     """Lists sandboxes that are not DELETED, newest first."""
     WatchSandbox: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxRequest, _sandbox_service_pb2.WatchSandboxResponse]
@@ -124,6 +128,10 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """
     GetSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSandboxRequest, _sandbox_service_pb2.GetSandboxResponse]  # type: ignore[assignment]
     """Errors: NOT_FOUND (SANDBOX_UNKNOWN)."""
+    GetDataPlane: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetDataPlaneRequest, _sandbox_service_pb2.GetDataPlaneResponse]  # type: ignore[assignment]
+    """Where a sandbox's processes and files are served, with a fresh token. Never for observers.
+    Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+    """
     ListSandboxes: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListSandboxesRequest, _sandbox_service_pb2.ListSandboxesResponse]  # type: ignore[assignment]
     """Lists sandboxes that are not DELETED, newest first."""
     WatchSandbox: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxRequest, _sandbox_service_pb2.WatchSandboxResponse]  # type: ignore[assignment]
@@ -209,6 +217,16 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.GetSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.GetSandboxResponse]]:
         """Errors: NOT_FOUND (SANDBOX_UNKNOWN)."""
+
+    @_abc_1.abstractmethod
+    def GetDataPlane(
+        self,
+        request: _sandbox_service_pb2.GetDataPlaneRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_service_pb2.GetDataPlaneResponse, _abc.Awaitable[_sandbox_service_pb2.GetDataPlaneResponse]]:
+        """Where a sandbox's processes and files are served, with a fresh token. Never for observers.
+        Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+        """
 
     @_abc_1.abstractmethod
     def ListSandboxes(

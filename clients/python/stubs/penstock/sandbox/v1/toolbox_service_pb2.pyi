@@ -96,7 +96,7 @@ Global___ToolboxFile: _TypeAlias = ToolboxFile  # noqa: Y015
 
 @_typing.final
 class ToolboxSpec(_message.Message):
-    """What a toolbox holds; its id is the hexadecimal SHA-256 of this message's content and of the platform."""
+    """What a toolbox holds; its id is a digest of its content and of the platform, opaque to clients."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

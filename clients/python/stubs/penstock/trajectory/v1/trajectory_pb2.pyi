@@ -139,10 +139,12 @@ class _CallStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CallState.V
     """The agent went away and did not come back, or the rollout was closed."""
     CALL_STATE_EXPIRED: _CallState.ValueType  # 6
     """Nobody answered in time."""
+    CALL_STATE_DISPATCHED: _CallState.ValueType  # 7
+    """At the rollout's model source: proxied, or delegated by the trainer. After a crash it is dispatched again."""
 
 class CallState(_CallState, metaclass=_CallStateEnumTypeWrapper):
-    """Where a call stands: QUEUED -> LEASED -> DELIVERED | FAILED | CANCELLED | EXPIRED, and from LEASED back to QUEUED when
-    the session that held it is lost. The last four are terminal.
+    """Where a call stands: QUEUED -> LEASED or DISPATCHED -> DELIVERED | FAILED | CANCELLED | EXPIRED, and from LEASED back to
+    QUEUED when the session that held it is lost. The last four are terminal.
     """
 
 CALL_STATE_UNSPECIFIED: CallState.ValueType  # 0
@@ -156,7 +158,29 @@ CALL_STATE_CANCELLED: CallState.ValueType  # 5
 """The agent went away and did not come back, or the rollout was closed."""
 CALL_STATE_EXPIRED: CallState.ValueType  # 6
 """Nobody answered in time."""
+CALL_STATE_DISPATCHED: CallState.ValueType  # 7
+"""At the rollout's model source: proxied, or delegated by the trainer. After a crash it is dispatched again."""
 Global___CallState: _TypeAlias = CallState  # noqa: Y015
+
+class _Answerer:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AnswererEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Answerer.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ANSWERER_UNSPECIFIED: _Answerer.ValueType  # 0
+    ANSWERER_TRAINER: _Answerer.ValueType  # 1
+    ANSWERER_INFERENCE: _Answerer.ValueType  # 2
+    ANSWERER_UPSTREAM: _Answerer.ValueType  # 3
+
+class Answerer(_Answerer, metaclass=_AnswererEnumTypeWrapper):
+    """Who answered a call."""
+
+ANSWERER_UNSPECIFIED: Answerer.ValueType  # 0
+ANSWERER_TRAINER: Answerer.ValueType  # 1
+ANSWERER_INFERENCE: Answerer.ValueType  # 2
+ANSWERER_UPSTREAM: Answerer.ValueType  # 3
+Global___Answerer: _TypeAlias = Answerer  # noqa: Y015
 
 class _Grade:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -238,6 +262,9 @@ class Call(_message.Message):
     END_TIME_FIELD_NUMBER: _builtins.int
     CHAIN_SHA256_FIELD_NUMBER: _builtins.int
     END_REASON_FIELD_NUMBER: _builtins.int
+    ANSWERER_FIELD_NUMBER: _builtins.int
+    CHAIN_INDEX_FIELD_NUMBER: _builtins.int
+    TOOLS_SHA256_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     rollout_id: _builtins.str
     index: _builtins.int
@@ -268,11 +295,18 @@ class Call(_message.Message):
     leases: _builtins.int
     """How often it was leased to an answerer."""
     injected: _builtins.bool
-    """Whether the answer was written or changed by the trainer rather than sampled by an engine that the service asked (R21)."""
+    """The agent was shown a Completion.message without a span, or one that differs from what the span parses to (R21). Its
+    tokens, if any, are masked 0.
+    """
     chain_sha256: _builtins.bytes
-    """Head of the rollout's hash chain after this call: SHA-256 over the previous head and this call's record."""
+    """Head of the rollout's hash chain after this call; docs/trajectories.md defines the bytes that it is over."""
     end_reason: _builtins.str
     """Why it FAILED, EXPIRED or was CANCELLED; a stable UPPER_SNAKE reason."""
+    answerer: Global___Answerer.ValueType
+    chain_index: _builtins.int
+    """Position in the hash chain: the order in which calls were delivered. Unset unless DELIVERED."""
+    tools_sha256: _builtins.bytes
+    """Digest of the tools, empty without tools."""
     @_builtins.property
     def completion(self) -> _completion_pb2.Completion:
         """Unset unless DELIVERED."""
@@ -286,7 +320,9 @@ class Call(_message.Message):
         """What of the request the service changed or ignored, one sentence each. Empty = nothing."""
 
     @_builtins.property
-    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Tool]: ...
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Tool]:
+        """On the first call of a trajectory that has these tools; later ones carry tools_sha256 only."""
+
     @_builtins.property
     def agent_session(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Session identifiers that the agent sent in headers named by its spec, for telling sub-agents apart."""
@@ -328,15 +364,22 @@ class Call(_message.Message):
         end_time: _timestamp_pb2.Timestamp | None = ...,
         chain_sha256: _builtins.bytes = ...,
         end_reason: _builtins.str = ...,
+        answerer: Global___Answerer.ValueType = ...,
+        chain_index: _builtins.int | None = ...,
+        tools_sha256: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "completion", b"completion", "end_time", b"end_time", "lease_time", b"lease_time", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "sampling_requested", b"sampling_requested"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "chain_index", b"chain_index", "completion", b"completion", "end_time", b"end_time", "lease_time", b"lease_time", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "sampling_requested", b"sampling_requested"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "agent_session", b"agent_session", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "completion", b"completion", "dialect", b"dialect", "end_reason", b"end_reason", "end_time", b"end_time", "http_attempts", b"http_attempts", "index", b"index", "injected", b"injected", "lease_time", b"lease_time", "leases", b"leases", "model_requested", b"model_requested", "normalisations", b"normalisations", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_shared_count", b"prompt_shared_count", "prompt_suffix_token_ids", b"prompt_suffix_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "request_body_sha256", b"request_body_sha256", "rollout_id", b"rollout_id", "sampling_requested", b"sampling_requested", "state", b"state", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index", "_completion", b"_completion", "_parent_call_id", b"_parent_call_id", "agent_session", b"agent_session", "answerer", b"answerer", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "capture_level", b"capture_level", "chain_index", b"chain_index", "chain_sha256", b"chain_sha256", "completion", b"completion", "dialect", b"dialect", "end_reason", b"end_reason", "end_time", b"end_time", "http_attempts", b"http_attempts", "index", b"index", "injected", b"injected", "lease_time", b"lease_time", "leases", b"leases", "model_requested", b"model_requested", "normalisations", b"normalisations", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_shared_count", b"prompt_shared_count", "prompt_suffix_token_ids", b"prompt_suffix_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "request_body_sha256", b"request_body_sha256", "rollout_id", b"rollout_id", "sampling_requested", b"sampling_requested", "state", b"state", "tools", b"tools", "tools_sha256", b"tools_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__chain_index: _TypeAlias = _typing.Literal["chain_index"]  # noqa: Y015
+    _WhichOneofArgType__chain_index: _TypeAlias = _typing.Literal["_chain_index", b"_chain_index"]  # noqa: Y015
     _WhichOneofReturnType__completion: _TypeAlias = _typing.Literal["completion"]  # noqa: Y015
     _WhichOneofArgType__completion: _TypeAlias = _typing.Literal["_completion", b"_completion"]  # noqa: Y015
     _WhichOneofReturnType__parent_call_id: _TypeAlias = _typing.Literal["parent_call_id"]  # noqa: Y015
     _WhichOneofArgType__parent_call_id: _TypeAlias = _typing.Literal["_parent_call_id", b"_parent_call_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chain_index) -> _WhichOneofReturnType__chain_index | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__completion) -> _WhichOneofReturnType__completion | None: ...
     @_typing.overload
@@ -419,7 +462,7 @@ Global___TurnSpan: _TypeAlias = TurnSpan  # noqa: Y015
 class Sample(_message.Message):
     """What a trainer eats: one token sequence, root to leaf of a branch.
 
-    Invariants: the three arrays have `count` elements; mask is 1 exactly on sampled tokens that may be trained; where mask is
+    Invariants: the three arrays have `count` elements (logprobs is empty where the source gives none); mask is 1 exactly on sampled tokens that may be trained; where mask is
     1 the logprob is finite and <= 0, elsewhere it is 0.0; a prefix that several samples share is masked 1 in one only.
     """
 
@@ -594,7 +637,9 @@ Global___Reward: _TypeAlias = Reward  # noqa: Y015
 
 @_typing.final
 class Trajectory(_message.Message):
-    """A whole trajectory. Streams carry it in fragments: merging all of them in order (protobuf MergeFrom) gives the message."""
+    """A whole trajectory. Streams carry it in fragments: merging all of them in order (protobuf MergeFrom) gives the message. One call is
+    never split; with its body a fragment may reach 40 MiB.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -639,6 +684,9 @@ class Trajectory(_message.Message):
     TASK_ID_FIELD_NUMBER: _builtins.int
     DURATION_FIELD_NUMBER: _builtins.int
     TASK_METADATA_FIELD_NUMBER: _builtins.int
+    FAILURE_CAUSE_FIELD_NUMBER: _builtins.int
+    FAILURE_REASON_FIELD_NUMBER: _builtins.int
+    GROUP_INDEX_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     run_id: _builtins.str
@@ -653,6 +701,10 @@ class Trajectory(_message.Message):
     """The agent's name, the hash of its spec, the task's id; empty before the driver has filled them in."""
     agent_spec_sha256: _builtins.str
     task_id: _builtins.str
+    failure_cause: _builtins.str
+    """Why the rollout did not complete: the driver's FailureCause by name and its UPPER_SNAKE reason; empty = it completed."""
+    failure_reason: _builtins.str
+    group_index: _builtins.int
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -701,19 +753,26 @@ class Trajectory(_message.Message):
         task_id: _builtins.str = ...,
         duration: _duration_pb2.Duration | None = ...,
         task_metadata: _struct_pb2.Struct | None = ...,
+        failure_cause: _builtins.str = ...,
+        failure_reason: _builtins.str = ...,
+        group_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "group_id", b"group_id", "reward", b"reward", "run_id", b"run_id", "task_metadata", b"task_metadata"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "group_id", b"group_id", "group_index", b"group_index", "reward", b"reward", "run_id", b"run_id", "task_metadata", b"task_metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "labels", b"labels", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "failure_cause", b"failure_cause", "failure_reason", b"failure_reason", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "group_index", b"group_index", "labels", b"labels", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
+    _WhichOneofReturnType__group_index: _TypeAlias = _typing.Literal["group_index"]  # noqa: Y015
+    _WhichOneofArgType__group_index: _TypeAlias = _typing.Literal["_group_index", b"_group_index"]  # noqa: Y015
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
     _WhichOneofArgType__run_id: _TypeAlias = _typing.Literal["_run_id", b"_run_id"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__group_id) -> _WhichOneofReturnType__group_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_index) -> _WhichOneofReturnType__group_index | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
     @_typing.overload

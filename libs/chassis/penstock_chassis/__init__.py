@@ -1,0 +1,1 @@
+"""What every Penstock service stands on and none owns."""

@@ -1,0 +1,278 @@
+"""The settings that every service has, and how they are read.
+
+A service starts from one `ServiceSettings` (its own subclass). Each setting is looked for in flags, then in the
+environment (`PENSTOCK_<SERVICE>_<NAME>`), then in the service's table of the TOML file that `PENSTOCK_CONFIG` names,
+then its default holds. A key that no setting has is refused wherever it stands.
+
+Secrets are `SecretStr`: they have no flag (R1: an argv is public), are never printed, and blank ones are refused (R3).
+The defaults bind loopback; anything wider needs TLS and a token (R9).
+"""
+
+import argparse
+import difflib
+import ipaddress
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import from_json
+from pydantic_settings import (
+    BaseSettings,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from penstock_chassis.errors import InvalidArgument, Violation
+
+CONFIG_VARIABLE = "PENSTOCK_CONFIG"
+"""Environment variable that names the TOML file; it has one table per service, such as `[sandbox]`."""
+
+
+class ServiceSettings(BaseSettings):
+    """Base of each service's settings.
+
+    A subclass sets its port's default and `model_config = SettingsConfigDict(env_prefix="PENSTOCK_SANDBOX_")`; the
+    prefix also names the table in the file (`[sandbox]`) and the state directory.
+    """
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, hide_input_in_errors=True, validate_default=True, env_ignore_empty=False
+    )
+
+    host: str = Field("127.0.0.1", description="address to listen on; other than loopback needs TLS and a token")
+    port: int = Field(0, ge=0, le=65535, description="port to listen on; 0 lets the kernel choose")
+    operator_token: SecretStr | None = Field(None, description="bearer token that may call everything")
+    trainer_token: SecretStr | None = Field(None, description="bearer token of trainers")
+    observer_token: SecretStr | None = Field(None, description="bearer token that may only read")
+    anonymous: bool = Field(
+        False, description="serve callers without a token as operator; only on loopback, for tests and experiments"
+    )
+    tls_cert: Path | None = Field(None, description="PEM file with the server's certificate chain")
+    tls_key: Path | None = Field(None, description="PEM file with the certificate's private key")
+    tls_client_ca: Path | None = Field(None, description="PEM file; when set, clients must show a certificate of it")
+    state_dir: Path = Field(Path(), description="directory of this service's state; the default is per user")
+    journal_sync: Literal["normal", "full"] = Field(
+        "normal", description="full: an acknowledged write also survives a loss of power, at one fsync per commit"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
+    log_format: Literal["json", "console"] = Field("json", description="json lines, or text for a person")
+    drain_s: float = Field(10.0, ge=0, le=3600, description="seconds that open calls may take to end when stopping")
+    parent_pid: int | None = Field(None, ge=1, description="stop when this process, our parent, ends (Linux)")
+
+    @field_validator("operator_token", "trainer_token", "observer_token")
+    @classmethod
+    def _not_blank(cls, value: SecretStr | None) -> SecretStr | None:
+        return refuse_blank(value)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_state_dir(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if "state_dir" not in values:
+            values = {**values, "state_dir": default_state_dir() / cls.table()}
+        return values
+
+    @model_validator(mode="after")
+    def _safe_to_listen(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key are given together or not at all")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        tokens = [t.get_secret_value() for t in (self.operator_token, self.trainer_token, self.observer_token) if t]
+        if len(set(tokens)) != len(tokens):
+            raise ValueError("each role needs a token of its own")
+        if is_loopback(self.host):
+            if self.operator_token is None and not self.anonymous:
+                raise ValueError(
+                    f"no operator_token is set ({self.env_name('operator_token')}); make one with"
+                    " `openssl rand -hex 32`, or start everything with `penstock up`, which does it for you"
+                )
+        elif self.tls_cert is None or self.operator_token is None or self.anonymous:
+            raise ValueError(
+                f"host {self.host} is reachable from outside this machine: that needs tls_cert, tls_key and"
+                " operator_token, and no anonymous; or keep host at 127.0.0.1"
+            )
+        return self
+
+    @classmethod
+    def load(cls, argv: Sequence[str] | None = None) -> Self:
+        """Reads flags (`argv`, by default the process's own), environment and file.
+
+        Raises:
+            InvalidArgument: `INVALID_SETTINGS`, a violation for each setting that does not hold; values are not
+                repeated, since they may be secrets.
+            SystemExit: `--help` was asked for, or a flag is unknown.
+        """
+        return cls._load(cls._parse(argv))
+
+    @classmethod
+    def _load(cls, flags: Mapping[str, Any]) -> Self:
+        unknown = cls._unknown_variables(os.environ)
+        if unknown:
+            raise _invalid(unknown)
+        try:
+            return cls(**flags)
+        except ValidationError as error:
+            raise _invalid(
+                Violation(".".join(map(str, item["loc"])) or "settings", item["msg"].removeprefix("Value error, "))
+                for item in error.errors(include_input=False, include_url=False, include_context=False)
+            ) from None
+
+    @classmethod
+    def table(cls) -> str:
+        """The name of the service's table in the file, from the prefix: `PENSTOCK_SANDBOX_` gives `sandbox`."""
+        return (cls.model_config.get("env_prefix") or "").removeprefix("PENSTOCK_").rstrip("_").lower() or "service"
+
+    @classmethod
+    def env_name(cls, field: str) -> str:
+        """The environment variable of a setting."""
+        return f"{cls.model_config.get('env_prefix') or ''}{field}".upper()
+
+    def public(self) -> dict[str, Any]:
+        """All settings as JSON values, secrets masked: for the log at start."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags before environment before file; no .env file is ever read by surprise."""
+        table = _read_table(cls.table())
+        return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=table)
+
+    @classmethod
+    def _unknown_variables(cls, environment: Mapping[str, str]) -> list[Violation]:
+        prefix = (cls.model_config.get("env_prefix") or "").upper()
+        if not prefix:
+            return []
+        known = {cls.env_name(name) for name in cls.model_fields}
+        return [
+            Violation(name, "no such setting" + _suggestion(name, known))
+            for name in sorted(environment)
+            if name.upper().startswith(prefix) and name.upper() not in known
+        ]
+
+    @classmethod
+    def _parse(cls, argv: Sequence[str] | None) -> dict[str, Any]:
+        parser = argparse.ArgumentParser(
+            prog=f"penstock-{cls.table()}",
+            description=f"Each setting is also an environment variable, and a key of [{cls.table()}] in the TOML file"
+            f" that {CONFIG_VARIABLE} names. Flags win over the environment, and it over the file.",
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        secrets: list[str] = []
+        for name, info in cls.model_fields.items():
+            if _is_secret(info):
+                secrets.append(f"  {cls.env_name(name)}: {info.description or name}")
+                continue
+            flag = "--" + name.replace("_", "-")
+            text = f"{info.description or name} [{cls.env_name(name)}]".replace("%", "%%")
+            if info.annotation is bool:
+                parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
+            else:
+                parser.add_argument(flag, dest=name, metavar="VALUE", help=text)
+        if secrets:
+            parser.epilog = "Secrets have no flag, since an argv is public:\n" + "\n".join(secrets)
+            parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        flags = vars(parser.parse_args(argv))
+        return {name: _flag_value(cls.model_fields[name], value) for name, value in flags.items()}
+
+
+def is_loopback(host: str) -> bool:
+    """True when only this machine can reach an address: 127.0.0.0/8, ::1 and the name localhost."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def refuse_blank(value: SecretStr | None) -> SecretStr | None:
+    """Returns a secret unchanged, refuses one that is blank, has outer whitespace or cannot go into a header (R3).
+
+    For `field_validator`s of services that have secrets of their own.
+
+    Raises:
+        ValueError: says what is wrong without repeating the value.
+    """
+    if value is None:
+        return None
+    text = value.get_secret_value()
+    if not text.strip():
+        raise ValueError("a secret must not be blank; leave it unset to have none")
+    if text != text.strip() or not text.isascii() or not text.isprintable():
+        raise ValueError("a secret must be printable ASCII without whitespace around it")
+    return value
+
+
+def default_state_dir() -> Path:
+    """Where state lives when nothing else is said: `$XDG_STATE_HOME/penstock`, or `~/.local/state/penstock`."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "penstock"
+
+
+def _read_table(name: str) -> dict[str, Any]:
+    file = os.environ.get(CONFIG_VARIABLE)
+    if not file:
+        return {}
+    try:
+        content = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _invalid([Violation(CONFIG_VARIABLE, f"cannot be read: {error.strerror}")]) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+        # The parser's message can quote the line, and the line can hold a token.
+        raise _invalid([Violation(CONFIG_VARIABLE, "is not valid TOML in UTF-8")]) from None
+    stray = [key for key, value in content.items() if not isinstance(value, dict)]
+    if stray:
+        raise _invalid(Violation(key, "stands outside a table; put it under [<service>]") for key in stray)
+    table: dict[str, Any] = content.get(name, {})
+    return table
+
+
+def _invalid(violations: typing.Iterable[Violation]) -> InvalidArgument:
+    found = tuple(violations)
+    text = "; ".join(f"{item.field}: {item.description}" for item in found)
+    return InvalidArgument(f"The settings do not hold. {text}", reason="INVALID_SETTINGS", violations=found)
+
+
+def _suggestion(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name.upper(), known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _is_secret(info: FieldInfo) -> bool:
+    return SecretStr in _alternatives(info.annotation)
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _flag_value(info: FieldInfo, value: Any) -> Any:
+    """A flag's text as the environment would be read: lists and tables as JSON, the rest for pydantic to convert."""
+    composite = any(
+        typing.get_origin(item) in (list, tuple, dict, set, frozenset) for item in _alternatives(info.annotation)
+    )
+    if not composite or not isinstance(value, str):
+        return value
+
+    try:
+        return from_json(value)
+    except ValueError:
+        return value

@@ -1,0 +1,1 @@
+"""The inference service: tokens in, tokens and logprobs out; weights and versions."""
