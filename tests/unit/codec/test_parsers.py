@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -262,7 +263,7 @@ def test_following_json_in_pieces_is_following_it_whole(text: str, cuts: list[in
     whole, pieces = JsonTracker(), JsonTracker()
     whole.feed(text)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         pieces.feed(text[start:end])
     assert (pieces.in_string, pieces.depth, pieces.deepest) == (whole.in_string, whole.depth, whole.deepest)
 
