@@ -19,7 +19,7 @@ from penstock_codec.chat import Message, Part, Role, Tool
 from penstock_interception.graph import classes, samples
 from penstock_interception.graph.fingerprint import (
     SIZE,
-    message_key,
+    Fingerprints,
     next_state,
     prompt_key,
     reasoning_text,
@@ -58,7 +58,7 @@ class TokenGraph:
         self.chain_head = chain_start(rollout_id)
         self._codec = codec
         self._vocab_size = max(vocab_size or 0, codec.vocab_size if codec else 0)
-        self._with_call_ids = codec is not None and codec.template.renders_call_ids
+        self._fingerprints = Fingerprints(with_call_ids=codec is not None and codec.template.renders_call_ids)
         self._calls: dict[str, CallNode] = {}
         self._children: dict[str, list[CallNode]] = {}
         self._ends: dict[bytes, list[CallNode]] = {}  # by the state of the conversation after the reply
@@ -89,7 +89,7 @@ class TokenGraph:
             raise InvalidArgument("a call has at least one message", reason="MESSAGES_EMPTY")
         hints = hints or CallHints()
         kwargs = dict(template_kwargs or {})
-        keys = [message_key(message, with_call_ids=self._with_call_ids) for message in messages]
+        keys = [self._fingerprints.key(message) for message in messages]
         states = self._states(messages, tools, keys)
         key = prompt_key(messages, tools, kwargs, states, keys)
         twins = self._prompts.get((key.state, key.kwargs))
@@ -198,7 +198,7 @@ class TokenGraph:
                 run = i + 1
             elif i > run and state not in self._ends:
                 parts: tuple[Part, ...] = tuple(part for item in messages[run : i + 1] for part in item.parts)
-                joined = message_key(Message(Role.ASSISTANT, parts), with_call_ids=self._with_call_ids)
+                joined = self._fingerprints.key(Message(Role.ASSISTANT, parts))
                 merged = next_state(states[run], joined)
                 state = merged if merged in self._ends else state
             states.append(state)
@@ -319,7 +319,7 @@ class TokenGraph:
         self._calls[node.call_id] = node
         if parent is not None:
             self._children.setdefault(parent.call_id, []).append(node)
-        reply = message_key(record.sampled.message, with_call_ids=self._with_call_ids)
+        reply = self._fingerprints.key(record.sampled.message)
         self._ends.setdefault(next_state(record.key.state, reply), []).append(node)
         self._prompts.setdefault((record.key.state, record.key.kwargs), []).append(node)
         if not visible_text(record.sampled.message) and not record.sampled.message.tool_calls:

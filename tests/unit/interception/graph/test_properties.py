@@ -21,7 +21,7 @@ from penstock_codec.chat import (
     ToolCallPart,
 )
 from penstock_interception.graph import CommitRecord, Plan, Sampled, TokenGraph
-from penstock_interception.graph.fingerprint import canonical_json, message_key
+from penstock_interception.graph.fingerprint import Fingerprints, canonical_json
 
 Sampler = Callable[..., Sampled]
 
@@ -165,5 +165,6 @@ def test_arguments_are_compared_as_values(value: object, indent: int | None, asc
 def test_any_text_has_a_key(text: str) -> None:
     """R80: arguments that are no JSON, and text that is no Unicode, stand for themselves."""
     call = Message.assistant(text, ToolCallPart(text, text, text))
-    assert message_key(call, with_call_ids=True) == message_key(call, with_call_ids=True)
+    keys = Fingerprints(with_call_ids=True)
+    assert keys.key(call) == keys.key(call)
     assert canonical_json("[" * 100_000 + text) == canonical_json("[" * 100_000 + text)
