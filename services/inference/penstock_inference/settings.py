@@ -25,7 +25,9 @@ class InferenceSettings(ServiceSettings):
     )
     max_concurrency: int = Field(64, ge=1, le=4096, description="generations that run at once; more wait")
     max_waiting: int = Field(4096, ge=0, description="generations that may wait; more are refused")
-    max_context_tokens: int = Field(4096, ge=2, description="longest prompt and completion together, in tokens")
+    max_context_tokens: int | None = Field(
+        None, ge=2, description="longest prompt and completion together, in tokens; numpy has 4096, scripted 2**20"
+    )
     kv_cache_bytes: int = Field(1 << 30, ge=1 << 20, description="memory for keys and values, in bytes")
     max_update_bytes: int = Field(512 << 20, ge=1 << 10, description="largest weight push, in bytes")
     update_idle_s: float = Field(60.0, gt=0, le=3600, description="seconds of silence after which a push is given up")
