@@ -31,7 +31,7 @@ from penstock_codec.template import ChatTemplate
 
 IntArray = NDArray[np.int32]
 SHAPES_KEPT = 1024
-_THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Splicer:
         if isinstance(base, Inexact):
             return base
         # Dropping old reasoning is no rewrite for us: the ids that were sampled stay as they are.
-        if _THINKING.sub("", longer.before) != _THINKING.sub("", base.before):
+        if _without_thinking(longer.before) != _without_thinking(base.before):
             return Inexact("TEMPLATE_REWRITES_HISTORY", "new messages change the text that stands before them")
         try:
             short = self._tail([Message.user("q"), turn], new, (), add_generation_prompt, kwargs)
@@ -213,6 +213,10 @@ class Splicer:
         if not found or closing is None:
             return None
         return EndOfTurn(closing, special_tokens[closing])
+
+
+def _without_thinking(text: str) -> str:
+    return "".join(_THINKING.sub("", text).split())  # the white space around it goes with it
 
 
 @dataclass(frozen=True, slots=True)

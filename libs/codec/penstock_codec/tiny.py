@@ -7,6 +7,7 @@ texts and size give the same bytes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from importlib import resources
 
@@ -21,6 +22,12 @@ CONTROL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 SPECIAL_TOKENS = CONTROL_TOKENS + MARKUP_TOKENS
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
+
+_SPECIAL = re.compile("(" + "|".join(re.escape(token) for token in SPECIAL_TOKENS) + ")")
+# The byte tokens stand after the special ones: first the bytes that are printable characters, then the others.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_ORDER = [*_PRINTABLE, *sorted(set(range(0x100)) - set(_PRINTABLE))]
+_BYTE_IDS = {byte: len(SPECIAL_TOKENS) + rank for rank, byte in enumerate(_BYTE_ORDER)}
 
 
 def chat_template() -> str:
@@ -66,8 +73,19 @@ def build(texts: Iterable[str] = (), vocab_size: int = 384) -> TokenizerFiles:
     )
 
 
+def bytewise(text: str) -> list[int]:
+    """Ids for `text` in any tokenizer made here, one per byte and one per special token.
+
+    Valid ids that decode to `text`, yet not those that the tokenizer itself would choose: what a model may sample.
+    """
+    ids: list[int] = []
+    for piece in _SPECIAL.split(text):
+        if piece in SPECIAL_TOKENS:
+            ids.append(SPECIAL_TOKENS.index(piece))
+        else:
+            ids.extend(_BYTE_IDS[byte] for byte in piece.encode())
+    return ids
+
+
 def _without_markup(text: str) -> list[str]:
-    pieces = [text]
-    for token in SPECIAL_TOKENS:
-        pieces = [part for piece in pieces for part in piece.split(token) if part]
-    return pieces
+    return [piece for piece in _SPECIAL.split(text) if piece and piece not in SPECIAL_TOKENS]
