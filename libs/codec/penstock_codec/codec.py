@@ -185,7 +185,8 @@ class Codec:
 
     def _encode(self, text: str) -> list[int]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            # A batch of one: unlike `encode` it lets other threads run meanwhile, and it is faster (no offsets).
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except UnicodeEncodeError as error:
             raise CodecError("TEXT_NOT_UNICODE", "the text holds half of a surrogate pair") from error
         except TypeError as error:  # the binding's way to refuse a string that is no UTF-8

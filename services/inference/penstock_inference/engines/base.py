@@ -340,7 +340,8 @@ class EngineOptions:
     max_concurrency: int = 64
     max_waiting: int = 4096
     """Requests that may queue; more are refused (QUEUE_FULL)."""
-    max_context_tokens: int = 4096
+    max_context_tokens: int | None = None
+    """Unset: the engine's default."""
     kv_cache_bytes: int = 1 << 30
     extra: Mapping[str, str] = field(default_factory=dict)
 

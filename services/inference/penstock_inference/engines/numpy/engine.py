@@ -52,10 +52,12 @@ from penstock_inference.engines.base import (
     UpdateFormat,
     UpdatePhases,
 )
+from penstock_inference.engines.checks import MAX_SEED, check_prompt, check_sampling, raise_violations
 from penstock_inference.engines.numpy.decoder import KVCache
 from penstock_inference.engines.numpy.model import ModelConfig, Weights
-from penstock_inference.engines.numpy.sampling import MAX_SEED, check_sampling, raise_violations
 from penstock_inference.engines.numpy.scheduler import Event, Scheduler, Sequence
+
+DEFAULT_CONTEXT_TOKENS = 4096
 
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
@@ -94,7 +96,7 @@ class NumpyEngine:
             raise_violations([Violation(f"engine_options.{name}", "not an option of numpy") for name in options.extra])
         self._config = config
         self._model = options.model_name
-        self._max_context = min(options.max_context_tokens, config.max_position)
+        self._max_context = min(options.max_context_tokens or DEFAULT_CONTEXT_TOKENS, config.max_position)
         per_slot = KVCache.bytes_per_slot(config, self._max_context)
         self._max_waiting = options.max_waiting
         self._slots = min(options.max_concurrency, options.kv_cache_bytes // per_slot)
@@ -184,7 +186,8 @@ class NumpyEngine:
     async def score(self, token_ids: TokenIds, temperature: float = 1.0) -> Scores:
         """Logprobs of `token_ids[1:]` under the current policy at `temperature`."""
         request = GenerateRequest("", token_ids, Sampling(max_tokens=1, temperature=temperature), stream=False)
-        violations = check_sampling(request.sampling, self._config.vocab_size) + self._check_prompt(token_ids, 0)
+        violations = check_sampling(request.sampling, self._config.vocab_size)
+        violations += check_prompt(token_ids, 0, self._config.vocab_size, self._max_context)
         if temperature <= 0:
             violations.append(Violation("temperature", "must be above 0: greedy sampling has no logprobs"))
         if token_ids.size < 2:
@@ -306,7 +309,9 @@ class NumpyEngine:
 
     def _check(self, request: GenerateRequest) -> None:
         violations = check_sampling(request.sampling, self._config.vocab_size)
-        violations += self._check_prompt(request.prompt_token_ids, max(request.sampling.max_tokens, 0))
+        violations += check_prompt(
+            request.prompt_token_ids, request.sampling.max_tokens, self._config.vocab_size, self._max_context
+        )
         if not request.request_id:
             violations.append(Violation("request_id", "must not be empty"))
         if request.exact_policy_version is not None and request.min_policy_version is not None:
@@ -316,21 +321,6 @@ class NumpyEngine:
             if len(stops) >= self._config.vocab_size:
                 violations.append(Violation("sampling.min_tokens", "every token of the vocabulary is a stop token"))
         raise_violations(violations)
-
-    def _check_prompt(self, ids: TokenIds, max_tokens: int) -> list[Violation]:
-        if ids.ndim != 1 or ids.size == 0:
-            return [Violation("prompt_token_ids", "must hold at least one token")]
-        if int(ids.min()) < 0 or int(ids.max()) >= self._config.vocab_size:
-            where = int(np.flatnonzero((ids < 0) | (ids >= self._config.vocab_size))[0])
-            return [Violation(f"prompt_token_ids[{where}]", f"{ids[where]} is not in [0, {self._config.vocab_size})")]
-        if ids.size + max_tokens > self._max_context:
-            return [
-                Violation(
-                    "sampling.max_tokens" if ids.size < self._max_context else "prompt_token_ids",
-                    f"{ids.size} prompt tokens and {max_tokens} to sample exceed the context of {self._max_context}",
-                )
-            ]
-        return []
 
     async def _follow(self, sequence: Sequence) -> AsyncGenerator[GenerateEvent | Scores, None]:
         """Submit, yield until the end, abort when left early."""

@@ -12,45 +12,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_inference.engines.base import Sampling
-
-MAX_TEMPERATURE = 5.0
-MAX_TOP_LOGPROBS = 20
-MAX_SEED = 2**63 - 1
 
 Floats = NDArray[np.float64]
 _NEVER = -np.inf
 _UNIFORMS_AT_ONCE = 32
-
-
-def check_sampling(sampling: Sampling, vocab_size: int) -> list[Violation]:
-    """Every field out of its range."""
-    s = sampling
-    rules = (
-        ("max_tokens", s.max_tokens >= 1, "must be at least 1"),
-        ("temperature", 0 <= s.temperature <= MAX_TEMPERATURE, f"must be in [0, {MAX_TEMPERATURE}]"),
-        ("top_p", 0 < s.top_p <= 1, "must be in (0, 1]"),
-        ("top_k", s.top_k >= 0, "must be at least 0 (0 is off)"),
-        ("min_p", 0 <= s.min_p <= 1, "must be in [0, 1]"),
-        ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, "must be in [0, max_tokens]"),
-        ("stop_token_ids", all(0 <= t < vocab_size for t in s.stop_token_ids), f"must be in [0, {vocab_size})"),
-        ("seed", s.seed is None or 0 <= s.seed <= MAX_SEED, "must be in [0, 2**63)"),
-        ("repetition_penalty", np.isfinite(s.repetition_penalty) and s.repetition_penalty > 0, "must be above 0"),
-        ("presence_penalty", bool(np.isfinite(s.presence_penalty)), "must be finite"),
-        ("frequency_penalty", bool(np.isfinite(s.frequency_penalty)), "must be finite"),
-        ("top_logprobs", 0 <= s.top_logprobs <= MAX_TOP_LOGPROBS, f"must be in [0, {MAX_TOP_LOGPROBS}]"),
-    )
-    return [Violation(f"sampling.{name}", text) for name, holds, text in rules if not holds]
-
-
-def raise_violations(violations: list[Violation]) -> None:
-    """Raises InvalidArgument when there are any."""
-    if violations:
-        first = violations[0]
-        raise InvalidArgument(
-            f"{first.field} {first.description}", reason="GENERATE_REQUEST_INVALID", violations=violations
-        )
 
 
 def log_softmax(logits: Floats) -> Floats:
