@@ -67,7 +67,8 @@ class Codec:
     ) -> Self:
         """Build a codec. `parser` is a name in parsers.GRAMMARS; None lets the template decide, or refuses.
 
-        Raises CodecError: TOKENIZER_INVALID, TEMPLATE_INVALID, TOKEN_ID_INVALID, PARSER_UNKNOWN, PARSER_UNDETECTED.
+        Raises CodecError: TOKENIZER_INVALID, TOKENIZER_UNSUPPORTED, TEMPLATE_INVALID, TOKEN_ID_INVALID,
+        PARSER_UNKNOWN, PARSER_UNDETECTED.
         """
         try:
             tokenizer = Tokenizer.from_str(files.tokenizer_json.decode("utf-8"))

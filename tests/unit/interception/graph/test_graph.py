@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 
 import numpy as np
@@ -139,6 +140,21 @@ def test_planning_changes_nothing_and_commits_may_come_in_any_order(codec: Codec
     classes = graph.call_classes()
     assert [classes[node.call_id] for node in nodes] == [CallClass.RETRY, CallClass.RETRY, CallClass.MAIN]
     assert classes["side"] is CallClass.TITLE
+
+
+def test_plans_may_be_made_in_threads_while_calls_are_committed(codec: Codec, sample: Sampler) -> None:
+    """R22, R32: tokenising off the loop sees a graph that grows meanwhile, and every prompt is still exact."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START, [BASH])
+    graph.commit("0", plan, sample(plan, CALL))
+    history = [*START, graph.calls["0"].sampled.message]
+    with ThreadPoolExecutor(4) as pool:
+        planning = [pool.submit(graph.plan, [*history, Message.tool("x", f"{n}")], [BASH]) for n in range(60)]
+        for index, future in enumerate(as_completed(planning, timeout=60)):
+            plan = future.result()
+            graph.commit(f"n{index}", plan, sample(plan, ANSWER))
+            assert plan.prompt_ids[: graph.calls["0"].total].tolist() == graph.path("0").tolist()
+    assert len(graph.branches()) == 60
 
 
 def test_two_calls_that_continue_one_turn_differently_are_two_branches(codec: Codec, sample: Sampler) -> None:
