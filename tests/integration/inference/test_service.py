@@ -16,7 +16,6 @@ from safetensors.numpy import save
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
-from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.auth import Role
 from penstock_chassis.errors import PenstockError
 from penstock_codec import tiny
@@ -368,8 +367,6 @@ async def test_roles_may_do_what_their_table_says(
     tokens = {Role.OPERATOR: "op-token", Role.TRAINER: "tr-token", Role.OBSERVER: "ob-token"}
     requests = {"GetInfo": pb.GetInfoRequest(), "Pause": pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP)}
     async with served(model_dir, tokens=tokens) as stub, grpc.aio.insecure_channel(stub.address) as channel:
-        from penstock.inference.v1.inference_service_pb2_grpc import InferenceServiceStub
-
         bare = InferenceServiceStub(channel)
         bearer = (("authorization", f"Bearer {tokens[role]}"),)
         await getattr(bare, allowed)(requests[allowed], metadata=bearer)
