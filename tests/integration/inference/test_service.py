@@ -16,6 +16,7 @@ from safetensors.numpy import save
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.auth import Role
 from penstock_chassis.errors import PenstockError
 from penstock_codec import tiny
@@ -324,7 +325,7 @@ async def test_what_the_engine_cannot_do_is_unimplemented_by_name(
     with_adapter = generate("r")
     with_adapter.adapter = "lora"
     async with served(model_dir) as stub:
-        calls = [
+        calls: list[Callable[[], Any]] = [
             lambda: stub.Sleep(pb.SleepRequest()),
             lambda: stub.Wake(pb.WakeRequest()),
             lambda: stub.InitTransfer(pb.InitTransferRequest()),
@@ -367,7 +368,7 @@ async def test_roles_may_do_what_their_table_says(
     tokens = {Role.OPERATOR: "op-token", Role.TRAINER: "tr-token", Role.OBSERVER: "ob-token"}
     requests = {"GetInfo": pb.GetInfoRequest(), "Pause": pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP)}
     async with served(model_dir, tokens=tokens) as stub, grpc.aio.insecure_channel(stub.address) as channel:
-        bare = InferenceServiceStub(channel)
+        bare: Any = rpc.InferenceServiceStub(channel)
         bearer = (("authorization", f"Bearer {tokens[role]}"),)
         await getattr(bare, allowed)(requests[allowed], metadata=bearer)
         if refused:
