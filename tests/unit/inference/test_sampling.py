@@ -10,14 +10,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from penstock_inference.engines.base import Sampling
-from penstock_inference.engines.numpy.sampling import (
-    Uniforms,
-    apply_penalties,
-    draw,
-    filter_logprobs,
-    log_softmax,
-    top_logprobs,
-)
+from penstock_inference.engines.numpy.sampling import Distribution, Uniforms, apply_penalties, drop_unlikely
 
 Floats = NDArray[np.float64]
 
@@ -27,8 +20,21 @@ rows = hnp.arrays(
 
 
 def normal(row: Floats) -> Floats:
-    result: Floats = log_softmax(row[None])[0]
+    """Logprobs of all tokens of one row."""
+    shifted: Floats = row - row.max()
+    result: Floats = shifted - np.log(np.exp(shifted).sum())
     return result
+
+
+def filtered(row: Floats, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Floats:
+    """Logprobs of what survives, -inf for what does not."""
+    kept = row.copy()
+    drop_unlikely(kept, top_k, top_p, min_p)
+    return normal(kept)
+
+
+def draw(logits: Floats, uniforms: Floats) -> NDArray[np.int64]:
+    return Distribution(logits.copy()).draw(uniforms)
 
 
 @given(rows, st.integers(0, 45), st.floats(0.01, 1), st.floats(0, 1))
@@ -37,7 +43,7 @@ def test_filters_leave_a_distribution_over_some_of_the_likeliest_tokens(
 ) -> None:
     """R63, R83: what survives sums to one and is more likely than what does not."""
     logprobs = normal(row)
-    kept = filter_logprobs(logprobs, top_k, top_p, min_p)
+    kept = filtered(row, top_k, top_p, min_p)
     alive = np.isfinite(kept)
     assert alive.any() and np.exp(kept[alive]).sum() == pytest.approx(1)
     assert (kept[alive] <= 1e-12).all() and (kept[alive] >= logprobs[alive] - 1e-9).all()
@@ -53,14 +59,14 @@ def test_filters_leave_a_distribution_over_some_of_the_likeliest_tokens(
 def test_filters_that_are_off_change_nothing(row: Floats) -> None:
     """R63."""
     logprobs = normal(row)
-    np.testing.assert_allclose(filter_logprobs(logprobs, row.size, 1.0, 0.0), logprobs, atol=1e-12)
+    np.testing.assert_allclose(filtered(row, row.size, 1.0, 0.0), logprobs, atol=1e-12)
 
 
 @given(rows, st.floats(0.01, 0.99))
 def test_top_p_keeps_the_fewest_tokens_that_reach_its_share(row: Floats, top_p: float) -> None:
     """R63."""
     probabilities = np.exp(normal(row))
-    alive = np.isfinite(filter_logprobs(normal(row), top_p=top_p))
+    alive = np.isfinite(filtered(row, top_p=top_p))
     assert probabilities[alive].sum() >= top_p - 1e-9
     assert probabilities[alive].sum() - probabilities[alive].min() < top_p + 1e-9
 
@@ -68,9 +74,11 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_its_share(row: Floats, top_p: 
 @given(rows, st.floats(0, 1, exclude_max=True), st.integers(1, 40))
 def test_a_draw_never_takes_a_token_that_was_filtered_out(row: Floats, uniform: float, top_k: int) -> None:
     """R82: the logprob of a sampled token is finite."""
-    kept = filter_logprobs(normal(row), top_k=top_k)
-    token = int(draw(kept[None], np.array([uniform]))[0])
-    assert np.isfinite(kept[token])
+    kept = filtered(row, top_k=top_k)
+    distribution = Distribution(kept[None].copy())
+    token = distribution.draw(np.array([uniform]))
+    assert np.isfinite(kept[token[0]]) and distribution.valid.all()
+    assert distribution.logprobs(token)[0] == pytest.approx(kept[token[0]], abs=1e-12)
 
 
 @given(rows)
@@ -86,9 +94,9 @@ def test_draws_over_the_unit_interval_split_it_by_probability(row: Floats) -> No
 
 def test_the_extremes_of_the_unit_interval_give_the_first_and_last_live_tokens() -> None:
     """R83."""
-    logprobs = log_softmax(np.array([[-np.inf, 0.0, -30.0, 0.0, -np.inf]]))
-    assert draw(logprobs, np.array([0.0])).tolist() == [1]
-    assert draw(logprobs, np.array([np.nextafter(1.0, 0.0)])).tolist() == [3]
+    logits = np.array([[-np.inf, 0.0, -30.0, 0.0, -np.inf]])
+    assert draw(logits, np.array([0.0])).tolist() == [1]
+    assert draw(logits, np.array([np.nextafter(1.0, 0.0)])).tolist() == [3]
 
 
 @given(st.integers(0, 2**63 - 1))
@@ -103,7 +111,9 @@ def test_a_seed_gives_the_same_numbers_every_time_and_others_give_others(seed: i
 @given(rows, st.integers(1, 20))
 def test_top_logprobs_are_the_likeliest_in_order(row: Floats, count: int) -> None:
     """R83."""
-    ids, values = top_logprobs(normal(row), count)
+    distribution = Distribution(row[None].copy())
+    ids, values = distribution.top(0, count)
+    assert distribution.likeliest(0) == ids[0]
     assert ids.size == values.size == min(count, row.size) and len(set(ids.tolist())) == ids.size
     assert values.tolist() == sorted(values.tolist(), reverse=True)
 
@@ -117,3 +127,10 @@ def test_penalties_follow_their_definitions() -> None:
     logits = np.array([2.0, -2.0, 2.0, 1.0, 1.0])
     apply_penalties(logits, Sampling(max_tokens=1, presence_penalty=0.5, frequency_penalty=0.25), prompt, sampled)
     assert logits.tolist() == [2.0, -2.0, 1.0, 0.25, 1.0]
+
+
+@pytest.mark.parametrize("row", [[np.nan, 0.0], [np.inf, 0.0], [-np.inf, -np.inf]])
+def test_a_row_that_is_no_distribution_is_known_as_one(row: list[float]) -> None:
+    """R83: nothing is filled in."""
+    with np.errstate(all="ignore"):
+        assert Distribution(np.array([[0.0, 1.0], row])).valid.tolist() == [True, False]
