@@ -180,6 +180,9 @@ class Sandboxes(Protocol):
     async def remove(self, sandbox_id: str, path: str) -> None:
         """Remove whatever is at `path`, links not followed; nothing there is a success."""
 
+    async def is_symlink(self, sandbox_id: str, path: str) -> bool:
+        """Whether `path` itself is a symbolic link; False for what does not exist."""
+
     async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:
         """The first `max_bytes` of a regular file, and its size; NotFound or FailedPrecondition (NOT_A_FILE)."""
 
