@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 
 DISTRIBUTIONS := clients/python/stubs clients/python/sdk libs/chassis libs/codec \
 	services/sandbox services/driver services/interception services/inference
-TYPED := libs services clients/python/sdk protos/generate.py $(wildcard examples) $(wildcard benchmarks)
+TYPED := libs services clients/python/sdk tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null)
 REQUIREMENTS := requirements-dev.txt $(wildcard examples/*/requirements.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
@@ -41,7 +41,7 @@ lint: $(STAMP) ## style, types, protos and layering
 	@echo "== layering"
 	@$(BIN)/lint-imports --no-cache >$(VENV)/layering.log || { cat $(VENV)/layering.log; exit 1; }
 	@echo "== mypy"
-	@$(BIN)/mypy $(TYPED) tests
+	@$(BIN)/mypy $(TYPED)
 
 .PHONY: protos
 protos: $(STAMP) ## generate the Python stubs from protos/
