@@ -26,6 +26,8 @@ from penstock_driver.rollouts import Cause, Course, Failure, Happening, Outcome,
 
 DRIVER_LABEL: Final = "penstock_driver"
 ROLLOUT_LABEL: Final = "penstock_rollout"
+_RELEASE_FIRST_S: Final = 0.2
+_RELEASE_MOST_S: Final = 10.0
 _STOPPED: Final = Failure(Cause.INFRASTRUCTURE, "DRIVER_STOPPED", "the driver was stopped", True, Phase.QUEUED)
 
 _log = structlog.get_logger("penstock.driver")
@@ -37,6 +39,7 @@ class _Live:
 
     record: Record
     conductor: Conductor
+    verified: bool
     course: Course = field(default_factory=Course)
     sequence: int = 0
     task: asyncio.Task[Outcome] | None = None
@@ -74,36 +77,37 @@ class Fleet:
         self._groups: dict[str, tuple[GroupWatch, asyncio.Task[None]]] = {}
         self._closing = False
 
-    async def recover(self) -> int:
-        """End what ran when the last driver died, and release what it held; returns how many rollouts that were."""
+    async def recover(self) -> Sequence[str]:
+        """End what ran when the last driver died; returns the ids of those rollouts, for `release_lost`."""
         lost = [record async for record in self.records.all(Filter(ended=False))]
         failure = Failure(
             Cause.INFRASTRUCTURE, "DRIVER_RESTARTED", "the driver died while the rollout ran", True, Phase.QUEUED
         )
         for record in lost:
             last = await self.records.last_sequence(record.rollout_id)
-            self._finish(record, last, Outcome(failure=replace(failure, phase=record.phase)), record.phase_times, 0)
+            self._finish(record, last, Outcome(failure=replace(failure, phase=record.phase)), record.phase_times)
         await self.records.flush()
-        return len(lost)
+        return [record.rollout_id for record in lost]
 
-    async def release_lost(self) -> None:
-        """Delete every sandbox and close every rollout at the gate that carries this driver's label and is not live.
+    async def release_lost(self, rollout_ids: Sequence[str]) -> None:
+        """Release the sandboxes and places at the gate that rollouts of the last driver held, found by their labels.
 
-        Called at start, before anything is live. A service that is not there yet is tried again until it is.
+        A service that is not there yet is tried again until it is.
         """
-        labels, delay = {DRIVER_LABEL: self._instance_id}, 0.2
-        while True:
-            try:
-                removed = await self._sandboxes.delete_labelled(labels)
-                closed = await self._gate.close_labelled(labels, "DRIVER_RESTARTED")
-            except PenstockError as error:
-                _log.warning("cannot release what the last driver held; trying again", error=repr(error))
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, 10.0)
-            else:
-                if removed or closed:
-                    _log.info("released what the last driver held", sandboxes=len(removed), rollouts=len(closed))
-                return
+        delay = _RELEASE_FIRST_S
+        for rollout_id in rollout_ids:
+            while True:
+                try:
+                    await self._sandboxes.delete_labelled(self._labels(rollout_id))
+                    await self._gate.close(rollout_id, "DRIVER_RESTARTED")
+                    break
+                except PenstockError as error:
+                    _log.warning("cannot release yet", rollout_id=rollout_id, error=repr(error))
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, _RELEASE_MOST_S)
+
+    def _labels(self, rollout_id: str) -> dict[str, str]:
+        return {DRIVER_LABEL: self._instance_id, ROLLOUT_LABEL: rollout_id}
 
     def start(
         self,
@@ -206,16 +210,17 @@ class Fleet:
         conductor = Conductor(
             record.rollout_id,
             record.group_id,
-            order,
+            record.index,
+            _order_of(order, record.index),
             key,
             sandboxes=self._sandboxes,
             gate=self._gate,
             preparations=self._preparations,
-            labels={DRIVER_LABEL: self._instance_id, ROLLOUT_LABEL: record.rollout_id},
+            labels=self._labels(record.rollout_id),
             enter=enter,
             record=record_event,
         )
-        live = _Live(record, conductor, course)
+        live = _Live(record, conductor, order.task.verifier is not None, course)
         self._live[record.rollout_id] = live
         self._append(live, PhaseChanged(Phase.QUEUED))
         return live
@@ -231,7 +236,15 @@ class Fleet:
         outcome = Outcome(failure=live.cancelled or _STOPPED) if task.cancelled() else task.result()
         live.course.enter(Phase.ENDED)
         self._append(live, PhaseChanged(Phase.ENDED))
-        is_result = self._finish(live.record, live.sequence, outcome, live.course.times(), live.conductor.fork_kind)
+        is_result = outcome.is_result(live.verified)
+        self._finish(
+            live.record,
+            live.sequence,
+            outcome,
+            live.course.times(),
+            is_result=is_result,
+            fork_kind=live.conductor.fork_kind,
+        )
         await self.records.flush()
         del self._live[live.record.rollout_id]
         live.ended.set()
@@ -245,10 +258,16 @@ class Fleet:
         self.records.append(record.rollout_id, record.group_id, live.sequence, event, is_summary=is_summary)
 
     def _finish(
-        self, record: Record, sequence: int, outcome: Outcome, times: Mapping[Phase, float], fork_kind: int
-    ) -> bool:
-        """Put the last event and the end in order; whether the outcome is a result."""
-        is_result = outcome.failure is None or not outcome.failure.says_nothing_of_policy
+        self,
+        record: Record,
+        sequence: int,
+        outcome: Outcome,
+        times: Mapping[Phase, float],
+        *,
+        is_result: bool = False,
+        fork_kind: int = 0,
+    ) -> None:
+        """Put the last event and the end in order."""
         self.records.append(record.rollout_id, record.group_id, sequence + 1, outcome, is_summary=True)
         self.records.end(
             record.rollout_id,
@@ -259,7 +278,6 @@ class Fleet:
             fork_kind=fork_kind,
             last_sequence=sequence + 1,
         )
-        return is_result
 
     async def _cancel_all(self, rollout_ids: Collection[str], failure: Failure) -> None:
         lives = [live for rollout_id in rollout_ids if (live := self._live.get(rollout_id))]
@@ -282,12 +300,19 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(16)}"
 
 
-def new_records(order: RolloutOrder, spec: bytes, count: int, group_id: str | None = None) -> list[Record]:
+def _order_of(order: RolloutOrder, index: int) -> RolloutOrder:
+    """The order of one rollout of a group: its seed is the group's plus its index."""
+    if order.choice.seed is None or index == 0:
+        return order
+    return replace(order, choice=replace(order.choice, seed=order.choice.seed + index))
+
+
+def new_records(order: RolloutOrder, spec: bytes, ids: Sequence[str], group_id: str | None = None) -> list[Record]:
     """Records of new rollouts of one order; `spec` in the wire's form, without secrets."""
     now = time.time()
     return [
         Record(
-            rollout_id=new_id("r"),
+            rollout_id=rollout_id,
             group_id=group_id,
             index=index,
             run_id=order.run_id,
@@ -298,7 +323,7 @@ def new_records(order: RolloutOrder, spec: bytes, count: int, group_id: str | No
             spec=spec,
             create_time=now,
         )
-        for index in range(count)
+        for index, rollout_id in enumerate(ids)
     ]
 
 

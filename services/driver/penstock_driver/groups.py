@@ -1,8 +1,8 @@
 """Groups: what is done about rollouts that lag behind, and about spares that are not needed.
 
-A rollout is a result when its outcome says something of the policy. Invariants: once `size` results are there, what
-still runs is a spare and is cancelled; once `quorum` results are there, the others get the grace, if one was given,
-and are cancelled after it. Nothing is cancelled for any other reason.
+A rollout is a result when it has a reward or, without a verifier, completed. Invariants: once `size` results are
+there, what still runs is not needed and is cancelled; once `quorum` results are there, the others get the grace, if one
+was given, and are cancelled after it. Nothing is cancelled for any other reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Verdict(Enum):
 
     WAIT = auto()
     CANCEL_AFTER_GRACE = auto()
-    CANCEL_SPARES = auto()
+    CANCEL_REST = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class GroupPolicy:
     def verdict(self, results: int) -> Verdict:
         """What `results` results mean for the rest."""
         if results >= self.size:
-            return Verdict.CANCEL_SPARES
+            return Verdict.CANCEL_REST
         if results >= self.quorum and self.grace_s is not None:
             return Verdict.CANCEL_AFTER_GRACE
         return Verdict.WAIT
 
 
-SPARE = Failure(Cause.CANCELLED, "SPARE_NOT_NEEDED", "the group has its results", False, Phase.QUEUED)
+COMPLETE = Failure(Cause.CANCELLED, "GROUP_COMPLETE", "the group has its results", False, Phase.QUEUED)
 STRAGGLER = Failure(Cause.CANCELLED, "STRAGGLER", "the group has its quorum and the grace is over", False, Phase.QUEUED)
 
 
@@ -65,8 +65,8 @@ class GroupWatch:
         loop = asyncio.get_running_loop()
         while self.running():
             verdict = self.policy.verdict(self.results)
-            if verdict is Verdict.CANCEL_SPARES:
-                await self.cancel(self.running(), SPARE)
+            if verdict is Verdict.CANCEL_REST:
+                await self.cancel(self.running(), COMPLETE)
                 return
             if verdict is Verdict.CANCEL_AFTER_GRACE and deadline is None:
                 assert self.policy.grace_s is not None

@@ -77,6 +77,7 @@ class Conductor:
         self,
         rollout_id: str,
         group_id: str | None,
+        index: int,
         order: RolloutOrder,
         key: str,
         *,
@@ -89,6 +90,7 @@ class Conductor:
     ) -> None:
         self._id = rollout_id
         self._group_id = group_id
+        self._index = index
         self._order = order
         self._key = key
         self._sandboxes = sandboxes
@@ -181,6 +183,8 @@ class Conductor:
                 GateOrder(
                     rollout_id=self._id,
                     group_id=self._group_id,
+                    group_index=self._index if self._group_id else None,
+                    task_id=self._order.task.task_id,
                     terms=self._order.gate_terms,
                     dialects=tuple(spec.dialects),
                     title_system_prompts=tuple(hints.title_system_prompts),
@@ -295,7 +299,7 @@ class Conductor:
                     message = f"the agent left no {artifact.name}: {error.message}"
                     self._fail(Failure(Cause.AGENT, "ARTIFACT_MISSING", message, False, self._phase))
                 continue
-            self._record(ArtifactCollected(artifact.name, content, size > len(content)))
+            self._record(ArtifactCollected(artifact.name, content, size))
 
     async def _clean_up(self) -> None:
         """Release the sandbox and the place at the gate, whatever happens to the task meanwhile."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from sqlite3 import Row
+from sqlite3 import IntegrityError, Row
 from typing import Final, TypeAlias
 
 import structlog
@@ -29,8 +29,8 @@ MIGRATION: Final = """
 CREATE TABLE driver (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE requests (request_id TEXT PRIMARY KEY, digest TEXT NOT NULL, resource_id TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE groups (
-    group_id TEXT PRIMARY KEY, run_id TEXT, spec BLOB NOT NULL, size INTEGER NOT NULL, spares INTEGER NOT NULL,
-    quorum INTEGER NOT NULL, grace REAL, create_time REAL NOT NULL, rollout_ids TEXT NOT NULL
+    number INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, run_id TEXT, spec BLOB NOT NULL,
+    size INTEGER NOT NULL, spares INTEGER NOT NULL, quorum INTEGER NOT NULL, grace REAL, create_time REAL NOT NULL, rollout_ids TEXT NOT NULL
 );
 CREATE TABLE rollouts (
     number INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL UNIQUE, group_id TEXT, idx INTEGER NOT NULL,
@@ -146,17 +146,24 @@ class Records:
     async def create(
         self, request_id: str, digest: str, rollouts: Sequence[Record], group: GroupRecord | None = None
     ) -> None:
-        """Remember new rollouts, their group and the request that made them, all or nothing."""
+        """Remember new rollouts, their group and the request that made them, all or nothing.
+
+        AlreadyExists (ROLLOUT_EXISTS) when the request or one of the identifiers was used before.
+        """
         resource_id = group.group_id if group else rollouts[0].rollout_id
         statements: list[Statement] = [("INSERT INTO requests VALUES (?, ?, ?)", (request_id, digest, resource_id))]
         if group:
             values = (group.group_id, group.run_id, group.spec, group.size, group.spares, group.quorum, group.grace_s)
             ids = json.dumps(list(group.rollout_ids))
             statements.append(
-                ("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*values, group.create_time, ids))
+                ("INSERT INTO groups VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (*values, group.create_time, ids))
             )
         statements.extend(_insertion(record) for record in rollouts)
-        await self._journal.write(statements)
+        try:
+            await self._journal.write(statements)
+        except IntegrityError as error:
+            message = "the request_id or an identifier was used before: identifiers are used once"
+            raise AlreadyExists(message, reason="ROLLOUT_EXISTS") from error
 
     # Events -----------------------------------------------------------------------------------------------------------
 
@@ -311,21 +318,20 @@ class Records:
             raise NotFound("there is no such group", reason="GROUP_UNKNOWN")
         return _group(rows[0])
 
-    async def groups(self, run_id: str | None, before: float, limit: int) -> tuple[Sequence[GroupRecord], float]:
-        """Up to `limit` groups made before a time (0 for the newest), newest first, and where to go on."""
+    async def groups(self, run_id: str | None, before: int, limit: int) -> tuple[Sequence[GroupRecord], int]:
+        """Up to `limit` groups with a number below `before` (0 for the newest), newest first, and where to go on."""
         rows = await self._journal.query(
-            "SELECT * FROM groups WHERE (? IS NULL OR run_id = ?) AND (? = 0 OR create_time < ?)"
-            " ORDER BY create_time DESC LIMIT ?",
+            "SELECT * FROM groups WHERE (? IS NULL OR run_id = ?) AND (? = 0 OR number < ?)"
+            " ORDER BY number DESC LIMIT ?",
             (run_id, run_id, before, before, limit + 1),
         )
-        more = float(rows[limit - 1]["create_time"]) if len(rows) > limit else 0.0
+        more = int(rows[limit - 1]["number"]) if len(rows) > limit else 0
         return [_group(row) for row in rows[:limit]], more
 
-    async def group_ended(self, group_id: str) -> int:
-        """How many of a group's rollouts have ended."""
-        sql = "SELECT COUNT(*) FROM rollouts WHERE group_id = ? AND end_time IS NOT NULL"
-        rows = await self._journal.query(sql, (group_id,))
-        return int(rows[0][0])
+    async def group_ended(self, group_id: str) -> Sequence[Record]:
+        """A group's rollouts that have ended, in the order in which they did."""
+        sql = "SELECT * FROM rollouts WHERE group_id = ? AND end_time IS NOT NULL ORDER BY end_time, idx"
+        return [_record(row) for row in await self._journal.query(sql, (group_id,))]
 
     async def delete(self, rollout_id: str) -> None:
         """Forget an ended rollout and its events."""

@@ -19,7 +19,7 @@ import orjson
 
 from penstock_chassis.errors import FailedPrecondition, NotFound
 from penstock_driver.launches import FileToWrite
-from penstock_driver.ports import Command, CommandResult, Sandboxes
+from penstock_driver.ports import Command, CommandResult, ExitReason, Sandboxes
 from penstock_driver.rollouts import Cause, CommandFinished, Phase, Reward, RolloutFailed, Verifier, failed
 
 REWARD_VARIABLE: Final = "PENSTOCK_REWARD_FILE"
@@ -36,7 +36,7 @@ async def verify(
     verifier: Verifier,
     record: Callable[[CommandFinished], None],
 ) -> Reward:
-    """Run the verifier and return its reward; RolloutFailed (cause VERIFIER) when it gives none.
+    """Run the verifier and return its reward; RolloutFailed (cause VERIFIER, or INFRASTRUCTURE) when it gives none.
 
     Every command runs, whatever the others gave; each is recorded.
     """
@@ -61,6 +61,10 @@ async def verify(
         )
         result = await sandboxes.run(sandbox_id, bounded, OUTPUT_LIMIT)
         record(finished(Phase.VERIFYING, index, command, result))
+        if result.exit.reason in (ExitReason.START_FAILED, ExitReason.SANDBOX_LOST, ExitReason.KILLED):
+            message = f"verifier command {index} could not be run: {result.exit.reason}: {result.exit.message}"
+            lost = result.exit.reason is not ExitReason.START_FAILED
+            raise failed(Cause.INFRASTRUCTURE, "VERIFIER_NOT_RUN", message, Phase.VERIFYING, retriable=lost)
         passed += result.exit.ok
     if not verifier.reward_by_file:
         span = verifier.range_max - verifier.range_min
