@@ -64,7 +64,7 @@ class ServiceSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
     log_format: Literal["json", "console"] = Field("json", description="json lines, or text for a person")
     drain_s: float = Field(10.0, ge=0, le=3600, description="seconds that open calls may take to end when stopping")
-    parent_death: bool = Field(False, description="end when the process that started this one ends (Linux)")
+    parent_pid: int | None = Field(None, ge=1, description="stop when this process, our parent, ends (Linux)")
 
     @field_validator("operator_token", "trainer_token", "observer_token")
     @classmethod

@@ -1,0 +1,132 @@
+"""Who calls, and what a caller may do.
+
+A caller shows a bearer token in the metadata key `authorization`. Each token belongs to one role; each service has a
+table of which roles may call which method. The decision is made before the request is looked at (R5). An operator may
+call everything; a method that the table does not name is for operators only, so that forgetting a line closes a door.
+"""
+
+import hmac
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import sha256
+from typing import Final
+
+from penstock_chassis.errors import PermissionDenied, Unauthenticated
+
+HEADER: Final = "authorization"
+"""Metadata key of the token: `Bearer <token>`."""
+
+HEALTH_CHECK: Final = "grpc.health.v1.Health/Check"
+"""The one method without a credential: it says alive or not, nothing else (R7)."""
+
+
+class Role(StrEnum):
+    """What a caller may do: the table of each service says it in detail."""
+
+    OPERATOR = "operator"
+    TRAINER = "trainer"
+    OBSERVER = "observer"
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """The caller of the RPC in progress."""
+
+    role: Role
+    anonymous: bool = False
+    """True when no token was asked for (`anonymous` in the settings)."""
+
+
+_principal: ContextVar[Principal | None] = ContextVar("penstock_principal", default=None)
+
+
+def current_principal() -> Principal:
+    """The caller of the RPC that this task serves. Raises LookupError outside of one."""
+    principal = _principal.get()
+    if principal is None:
+        raise LookupError("no RPC is in progress in this task")
+    return principal
+
+
+def set_principal(principal: Principal) -> None:
+    """Names the caller for the rest of this task: for the interceptor."""
+    _principal.set(principal)
+
+
+class RoleTable:
+    """Which roles may call which method.
+
+    Keys are `package.Service` for all methods of a service or `package.Service/Method` for one, which then wins.
+    """
+
+    __slots__ = ("_table",)
+
+    def __init__(self, table: Mapping[str, Iterable[Role]]) -> None:
+        self._table = {key.removeprefix("/"): frozenset(roles) for key, roles in table.items()}
+
+    def allowed(self, method: str) -> frozenset[Role]:
+        """The roles that may call `method`, given as `/package.Service/Method` or without the first slash."""
+        name = method.removeprefix("/")
+        roles = self._table.get(name)
+        if roles is None:
+            roles = self._table.get(name.partition("/")[0], frozenset())
+        return roles | {Role.OPERATOR}
+
+    def unknown(self, methods: Iterable[str]) -> list[str]:
+        """The keys that name none of the methods that a server has: misspellings, to be refused at start."""
+        known = {method.removeprefix("/") for method in methods}
+        known |= {method.partition("/")[0] for method in known}
+        return sorted(self._table.keys() - known)
+
+
+class Authenticator:
+    """Turns the metadata of a call into a principal, or refuses it.
+
+    Tokens are kept as SHA-256 digests; every comparison takes the same time and all of them are made (no early end).
+
+    Args:
+        tokens: a token per role; roles without a token cannot be used. Blank tokens are a ValueError (R3).
+        anonymous: serve callers without a token as operator. A wrong token is refused all the same.
+    """
+
+    __slots__ = ("_anonymous", "_digests")
+
+    def __init__(self, tokens: Mapping[Role, str], *, anonymous: bool = False) -> None:
+        if any(not token.strip() for token in tokens.values()):
+            raise ValueError("a token must not be blank")
+        if not tokens and not anonymous:
+            raise ValueError("no token and not anonymous: nobody could call")
+        self._digests = [(role, sha256(token.encode()).digest()) for role, token in tokens.items()]
+        self._anonymous = anonymous
+
+    def authenticate(self, metadata: Iterable[tuple[str, str | bytes]]) -> Principal:
+        """The caller that the metadata proves.
+
+        Raises:
+            Unauthenticated: `CREDENTIAL_MISSING` without a token, `CREDENTIAL_INVALID` with one that is malformed,
+                given twice, or nobody's.
+        """
+        values = [value for key, value in metadata if key == HEADER]
+        if not values:
+            if self._anonymous:
+                return Principal(Role.OPERATOR, anonymous=True)
+            raise Unauthenticated(
+                "A token is needed: send the metadata `authorization: Bearer <token>`.", reason="CREDENTIAL_MISSING"
+            )
+        scheme, _, token = str(values[0]).partition(" ")
+        found: Role | None = None
+        digest = sha256(token.encode("utf-8", errors="replace")).digest()
+        for role, known in self._digests:
+            if hmac.compare_digest(digest, known):
+                found = role
+        if found is None or len(values) > 1 or scheme.lower() != "bearer":
+            raise Unauthenticated("The token is not valid here.", reason="CREDENTIAL_INVALID")
+        return Principal(found)
+
+
+def authorize(principal: Principal, method: str, table: RoleTable) -> None:
+    """Refuses a caller whose role may not call `method`. Raises PermissionDenied `ROLE_NOT_ALLOWED`."""
+    if principal.role not in table.allowed(method):
+        raise PermissionDenied(f"The role {principal.role} may not call this method.", reason="ROLE_NOT_ALLOWED")

@@ -1,0 +1,136 @@
+"""Client channels between services, with the house's figures, the token, and typed errors.
+
+A token goes out in clear to loopback only; to anything else it needs TLS.
+
+On plaintext loopback the token is added where the call is made (`_TokenChannel`) and not by a grpc.aio interceptor: an
+interceptor replaces streaming calls by proxies that copy each message through a queue.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final, Self
+
+import grpc
+import structlog
+
+from penstock_chassis.auth import HEADER
+from penstock_chassis.errors import InvalidArgument, PenstockError
+from penstock_chassis.interceptor import REQUEST_ID_HEADER
+from penstock_chassis.rpc_status import from_rpc_error
+from penstock_chassis.server import MAX_MESSAGE_BYTES
+from penstock_chassis.settings import is_loopback
+from penstock_chassis.tls import ClientTls
+
+OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # The default of two minutes between attempts would outlast a restart of the peer by far.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    # A proxy from the environment must never see what goes to loopback or between our services.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def connect(target: str, token: str | None = None, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """Opens a channel; it connects with the first call. Close it with `await channel.close()` or `async with`.
+
+    Args:
+        target: `host:port`.
+        token: bearer token sent with each call; None sends none.
+        tls: certificates; None is plaintext, for loopback.
+
+    Raises:
+        InvalidArgument: `TOKEN_IN_CLEAR` for a token, no TLS and a target that is not loopback; `TLS_FILE`.
+    """
+    if tls is None:
+        if token is not None and not is_loopback(_host(target)):
+            raise InvalidArgument(
+                f"A token is not sent in clear to {target}: use TLS, or an address on this machine.",
+                reason="TOKEN_IN_CLEAR",
+            )
+        return _TokenChannel(grpc.aio.insecure_channel(target, options=OPTIONS), token)
+    credentials = tls.credentials()
+    if token is not None:
+        credentials = grpc.composite_channel_credentials(credentials, grpc.access_token_call_credentials(token))
+    return _TokenChannel(grpc.aio.secure_channel(target, credentials, options=OPTIONS), None)
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> PenstockError:
+    """The typed error that a failed call stands for: what the other service raised."""
+    return from_rpc_error(error)
+
+
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Inside, a failed RPC raises the `PenstockError` that the other service raised; for use around awaits."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+def _host(target: str) -> str:
+    """The host of `host:port`; empty, hence not loopback, for targets of another form."""
+    host, colon, port = target.rpartition(":")
+    return host if colon and port.isdigit() and "/" not in host else ""
+
+
+class _TokenChannel(grpc.aio.Channel):
+    """A channel whose calls carry the token and the request id of the RPC that is being served."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
+        self._channel = channel
+        self._metadata: tuple[tuple[str, str], ...] = () if token is None else ((HEADER, f"Bearer {token}"),)
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return _WithMetadata(self._channel.unary_unary(*args, **kwargs), self._metadata)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return _WithMetadata(self._channel.unary_stream(*args, **kwargs), self._metadata)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return _WithMetadata(self._channel.stream_unary(*args, **kwargs), self._metadata)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return _WithMetadata(self._channel.stream_stream(*args, **kwargs), self._metadata)
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class _WithMetadata:
+    """A method of a stub that adds metadata to each call."""
+
+    __slots__ = ("_call", "_metadata")
+
+    def __init__(self, call: Any, metadata: Sequence[tuple[str, str]]) -> None:
+        self._call = call
+        self._metadata = tuple(metadata)
+
+    def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+        request_id = structlog.contextvars.get_contextvars().get("request_id")
+        traced = () if request_id is None else ((REQUEST_ID_HEADER, str(request_id)),)
+        return self._call(*args, metadata=(*self._metadata, *traced, *(metadata or ())), **kwargs)

@@ -1,0 +1,160 @@
+"""The one interceptor of every server. For each RPC, in this order:
+
+1. a request id: the caller's `x-request-id` if it is well formed, a fresh one otherwise;
+2. the log context: that id is on every line that the handler's task writes;
+3. who calls, and whether that role may call this method (R5: before the request is looked at);
+4. the handler;
+5. the error table: a `PenstockError` becomes its status, anything else INTERNAL with an incident id (R8);
+6. one log line: method, code, duration, role; never a body.
+
+A cancelled RPC's `CancelledError` passes through untouched. A call without a deadline is served like any other.
+"""
+
+from __future__ import annotations  # grpc's classes take type arguments in their stubs only
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+import structlog
+
+from penstock_chassis import rpc_status
+from penstock_chassis.auth import HEALTH_CHECK, Authenticator, RoleTable, authorize, set_principal
+
+REQUEST_ID_HEADER: Final = "x-request-id"
+"""Metadata key of the id that ties the log lines of one request together across services."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_OPEN: Final = frozenset({HEALTH_CHECK})
+_log = structlog.get_logger("penstock.rpc")
+
+
+class ServerInterceptor(grpc.aio.ServerInterceptor):
+    """See the module's text.
+
+    Args:
+        authenticator: knows the tokens.
+        roles: says which roles may call which method.
+    """
+
+    def __init__(self, authenticator: Authenticator, roles: RoleTable) -> None:
+        self._authenticator = authenticator
+        self._roles = roles
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wraps the method's handler, once; a server's handlers never change."""
+        method = handler_call_details.method
+        wrapped = self._wrapped.get(method)
+        if wrapped is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None  # gRPC answers UNIMPLEMENTED: which methods exist is no secret, the protos are public
+            wrapped = self._wrapped[method] = self._wrap(method.removeprefix("/"), handler)
+        return wrapped
+
+    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        # The four arities differ in the response only: a request stream is handed on as it is.
+        if handler.response_streaming:
+            kind, make = (
+                (handler.stream_stream, grpc.stream_stream_rpc_method_handler)
+                if handler.request_streaming
+                else (handler.unary_stream, grpc.unary_stream_rpc_method_handler)
+            )
+            return make(self._streaming(method, kind), handler.request_deserializer, handler.response_serializer)
+        kind, make = (
+            (handler.stream_unary, grpc.stream_unary_rpc_method_handler)
+            if handler.request_streaming
+            else (handler.unary_unary, grpc.unary_unary_rpc_method_handler)
+        )
+        return make(self._single(method, kind), handler.request_deserializer, handler.response_serializer)
+
+    def _single(self, method: str, behaviour: Any) -> Any:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            started = time.perf_counter()
+            try:
+                self._admit(method, context)
+                response = await behaviour(request, context)
+            except BaseException as error:
+                await _fail(method, started, context, error)
+                raise
+            _report(method, started, _code(context, grpc.StatusCode.OK))
+            return response
+
+        return call
+
+    def _streaming(self, method: str, behaviour: Any) -> Any:
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            started = time.perf_counter()
+            try:
+                self._admit(method, context)
+                responses = behaviour(request, context)
+                if hasattr(responses, "__aiter__"):
+                    try:
+                        async for response in responses:
+                            yield response
+                    finally:
+                        # A generator that is left early must run its clean-up now, not when it is collected.
+                        await responses.aclose()
+                else:
+                    await responses  # a handler that calls context.write itself
+            except BaseException as error:
+                await _fail(method, started, context, error)
+                raise
+            _report(method, started, _code(context, grpc.StatusCode.OK))
+
+        return call
+
+    def _admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        metadata = [(str(key), value) for key, value in context.invocation_metadata() or ()]
+        given = next((str(value) for key, value in metadata if key == REQUEST_ID_HEADER), "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        structlog.contextvars.clear_contextvars()
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        if method in _OPEN:
+            return
+        principal = self._authenticator.authenticate(metadata)
+        structlog.contextvars.bind_contextvars(role=str(principal.role))
+        authorize(principal, method, self._roles)
+        set_principal(principal)
+
+
+async def _fail(method: str, started: float, context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:
+    """Logs the end of a failed RPC and aborts it with its status; returns only where the exception is to go on."""
+    if isinstance(error, grpc.aio.AbortError):
+        _report(method, started, _code(context, grpc.StatusCode.UNKNOWN))
+        return
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        _report(method, started, grpc.StatusCode.CANCELLED.name)
+        return
+    told = rpc_status.expected(error)
+    if told is None:
+        if not isinstance(error, Exception):
+            return  # KeyboardInterrupt and its like end the process
+        told = rpc_status.unexpected()
+        _log.error("rpc failed", method=method, incident_id=told.metadata[rpc_status.INCIDENT], exc_info=error)
+    status = rpc_status.to_status(told)
+    _report(method, started, status.code.name, reason=told.reason)
+    trailing = (*(context.trailing_metadata() or ()), *status.trailing_metadata)
+    await context.abort(status.code, status.message, trailing)
+
+
+def _code(context: grpc.aio.ServicerContext[Any, Any], default: grpc.StatusCode) -> str:
+    """The name of the code that the handler set, which may be the enum, its number, or nothing (0 or None)."""
+    code: Any = context.code()
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return next((item.name for item in grpc.StatusCode if item.value[0] == code and code), default.name)
+
+
+def _report(method: str, started: float, code: str, **facts: str) -> None:
+    write = _log.debug if method in _OPEN else _log.info
+    write("rpc", method=method, code=code, ms=round((time.perf_counter() - started) * 1e3, 2), **facts)

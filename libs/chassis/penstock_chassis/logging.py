@@ -1,0 +1,81 @@
+"""Structured logs: one JSON object per line on standard error (standard output is for programs that read addresses).
+
+`configure` once per process; then `structlog.get_logger()` anywhere, with facts as keyword arguments:
+`log.info("sandbox created", sandbox_id=id)`. Ids bound with `structlog.contextvars.bind_contextvars` are on every line
+of the task. Values of keys that look like secrets are masked whatever the caller passes (R8); bodies are never logged
+at info or above, which is the caller's duty.
+"""
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, TextIO
+
+import orjson
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+MASK: Final = "***"
+
+_SECRET_KEY: Final = re.compile(
+    r"(?:^|_)(?:authorization|bearer|cookie|credentials?|passw(?:or)?d|passphrase|private_key|secrets?|secret_env|token"
+    r"|api_?key)$"
+)
+_DEPTH: Final = 6
+_LEVELS: Final = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+
+
+def configure(
+    level: Literal["debug", "info", "warning", "error"] = "info",
+    style: Literal["json", "console"] = "json",
+    *,
+    stream: TextIO | None = None,
+) -> None:
+    """Sets up structlog for the process.
+
+    Args:
+        level: least severe level that is written; what is below it costs a method call.
+        style: "json" for machines, "console" for people.
+        stream: where lines go; standard error by default.
+    """
+    out = stream if stream is not None else sys.stderr
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        redact,
+    ]
+    last: list[Processor]
+    if style == "json":
+        last = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_dump)]
+    else:
+        last = [structlog.dev.ConsoleRenderer(colors=out.isatty())]
+    structlog.configure(
+        processors=[*shared, *last],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.WriteLoggerFactory(out),
+        cache_logger_on_first_use=True,
+    )
+
+
+def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Masks the values of keys that name a secret, in nested mappings too."""
+    return {key: _masked(key, value, _DEPTH) for key, value in event.items()}
+
+
+def _masked(key: str, value: object, depth: int) -> object:
+    if value is not None and _names_secret(key):
+        return MASK
+    if isinstance(value, Mapping) and depth:
+        return {str(k): _masked(str(k), v, depth - 1) for k, v in value.items()}
+    return value
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_secret(key: str) -> bool:
+    return _SECRET_KEY.search(key.lower().replace("-", "_")) is not None
+
+
+def _dump(event: EventDict, **_options: Callable[..., Any]) -> str:
+    return orjson.dumps(event, default=str, option=orjson.OPT_NON_STR_KEYS).decode()

@@ -1,0 +1,310 @@
+"""Builds, runs and stops a service's gRPC server.
+
+`run` is the whole of a service's `__main__`: settings, logs, event loop, signals. `Server` is the part that tests use
+too: one server on one address with health, reflection and the interceptor.
+
+A service stops in this order: health says NOT_SERVING; the service drains (it tells its streams to go away, takes
+nothing new, waits for what is open); the server refuses new RPCs and lets open ones end; the service's own resources
+close and persist the rest.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Final, Self, TypeAlias, TypeVar
+
+import grpc
+import orjson
+import structlog
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from penstock_chassis import logging
+from penstock_chassis.auth import Authenticator, Role, RoleTable
+from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_chassis.interceptor import ServerInterceptor
+from penstock_chassis.process import set_parent_death_signal
+from penstock_chassis.settings import ServiceSettings
+from penstock_chassis.tls import ServerTls
+
+Registration: TypeAlias = tuple[object, Callable[[Any, Any], None]]
+"""A servicer and the generated `add_..._to_server` that registers it."""
+
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+"""Largest message either way; the default of 4 MiB would kill a stream on one long prompt."""
+
+OPTIONS: Final = (
+    # By default a second instance would share the port silently and take half of the connections.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Clients ping every 30 s; anything slower than 10 s apart is welcome.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+PARENT_DEATH_VARIABLE: Final = "PENSTOCK_PARENT_DEATH"
+"""Set to 1 by a parent whose end must be ours too."""
+
+_EVERYONE: Final = frozenset(Role)
+_log = structlog.get_logger("penstock.server")
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+async def _nothing(_seconds: float = 0.0) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What a service brings: its servicers, who may call them, and how it starts and stops.
+
+    `roles` maps `package.Service` or `package.Service/Method` to the roles that may call it beside the operator.
+    `warm_up` runs while health still says NOT_SERVING. `drain(seconds)` ends what is open within that time.
+    `endpoints` are further addresses to announce, such as an HTTP ingress.
+    """
+
+    registrations: Sequence[Registration]
+    roles: Mapping[str, Iterable[Role]] = field(default_factory=dict)
+    warm_up: Callable[[], Awaitable[None]] = _nothing
+    drain: Callable[[float], Awaitable[None]] = _nothing
+    endpoints: Mapping[str, str] = field(default_factory=dict)
+
+
+class Server:
+    """One gRPC server, listening inside its `async with`; leaving it drains and stops.
+
+    Args:
+        service: what to serve.
+        authenticator: who may call.
+        host: address to listen on.
+        port: 0 lets the kernel choose; `address` has the result.
+        tls: certificates; None serves plaintext.
+        drain_s: seconds that open RPCs may take to end when stopping.
+
+    Entering raises FailedPrecondition `PORT_IN_USE` when the address cannot be bound, and ValueError when `roles`
+    names a method that is not there.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        authenticator: Authenticator,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: ServerTls | None = None,
+        drain_s: float = 10.0,
+    ) -> None:
+        self._service = service
+        self._authenticator = authenticator
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self._drain_s = drain_s
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+
+    @property
+    def address(self) -> str:
+        """`host:port` as bound; valid once entered."""
+        host = f"[{self._host}]" if ":" in self._host and not self._host.startswith("[") else self._host
+        return f"{host}:{self._port}"
+
+    async def __aenter__(self) -> Self:
+        recorder = _Recorder()
+        for servicer, add in self._service.registrations:
+            add(servicer, recorder)
+        names = [*recorder.services, reflection.SERVICE_NAME, health.SERVICE_NAME]
+        roles = RoleTable({reflection.SERVICE_NAME: _EVERYONE, health.SERVICE_NAME: _EVERYONE, **self._service.roles})
+        unknown = roles.unknown([*recorder.methods, f"{reflection.SERVICE_NAME}/", f"{health.SERVICE_NAME}/"])
+        if unknown:
+            raise ValueError(f"roles are given for methods that are not served: {', '.join(unknown)}")
+
+        self._server = server = grpc.aio.server(
+            interceptors=[ServerInterceptor(self._authenticator, roles)], options=OPTIONS
+        )
+        for servicer, add in self._service.registrations:
+            add(servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection(names, server)
+        self._port = self._bind(server)
+        await self._set_health(names, health_pb2.HealthCheckResponse.NOT_SERVING)
+        try:
+            await server.start()
+            await self._service.warm_up()
+        except BaseException:
+            await server.stop(None)
+            raise
+        await self._set_health(names, health_pb2.HealthCheckResponse.SERVING)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop(self._drain_s if error is None else 0.0)
+
+    async def stop(self, grace_s: float) -> None:
+        """Drains for at most `grace_s` seconds, then ends what is left. Idempotent; cancelling it ends all at once."""
+        server, self._server = self._server, None
+        if server is None:
+            return
+        deadline = asyncio.get_running_loop().time() + grace_s
+        try:
+            await self._health.enter_graceful_shutdown()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._service.drain(grace_s)
+            except TimeoutError:
+                _log.warning("drain not finished in time", seconds=grace_s)
+        finally:
+            # Shielded: a second signal cancels the wait above, and the server must still be taken down.
+            left = deadline - asyncio.get_running_loop().time()
+            await asyncio.shield(asyncio.ensure_future(server.stop(max(0.0, left))))
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        try:
+            if self._tls is None:
+                port = server.add_insecure_port(self.address)
+            else:
+                port = server.add_secure_port(self.address, self._tls.credentials())
+        except RuntimeError:
+            port = 0
+        if port == 0:
+            raise FailedPrecondition(
+                f"{self.address} cannot be listened on: another process has it, or this machine has no such address."
+                " Stop that process, or choose another port (0 takes a free one).",
+                reason="PORT_IN_USE",
+            )
+        return port
+
+    async def _set_health(self, names: Iterable[str], status: Any) -> None:
+        for name in ("", *names):
+            await self._health.set(name, status)
+
+
+def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextManager[Service]]) -> None:
+    """Runs a service until SIGTERM or SIGINT; the whole of its `main`.
+
+    When it is ready it prints one line of JSON on standard output:
+    `{"event": "ready", "service": name, "address": "127.0.0.1:7701", "endpoints": {}, "pid": 1}`.
+    A second signal stops without waiting. Settings or a start that fails are told in words on standard error.
+
+    Args:
+        settings: the service's settings class; read from flags, environment and file.
+        name: the service's short name, such as "sandbox".
+        build: opens the service's resources and yields what to serve; closes them after the server has stopped.
+
+    Raises:
+        SystemExit: 2 when the service could not start, 1 when a signal stopped it before it was ready or had drained.
+    """
+    # gRPC's own remarks (a peer went away) are no lines of our log; its errors still are. Read at its first use.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    try:
+        loaded = settings.load()
+        logging.configure(loaded.log_level, loaded.log_format)
+        if loaded.parent_pid is not None or os.environ.get(PARENT_DEATH_VARIABLE) == "1":
+            set_parent_death_signal(loaded.parent_pid)
+        _log.info("settings", service=name, **loaded.public())
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_run(loaded, name, build))
+    except PenstockError as error:
+        sys.stderr.write(f"penstock-{name}: {error.message}\n")
+        raise SystemExit(2) from None
+    except asyncio.CancelledError:
+        sys.stderr.write(f"penstock-{name}: stopped by a signal before it was ready or had drained\n")
+        raise SystemExit(1) from None
+
+
+async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContextManager[Service]]) -> None:
+    with _Signals() as stop:
+        async with build(settings) as service, _server(settings, service) as server:
+            ready = {
+                "event": "ready",
+                "service": name,
+                "address": server.address,
+                "endpoints": dict(service.endpoints),
+                "pid": os.getpid(),
+            }
+            sys.stdout.write(orjson.dumps(ready).decode() + "\n")
+            sys.stdout.flush()
+            await stop()
+            _log.info("stopping", service=name)
+
+
+def _server(settings: ServiceSettings, service: Service) -> Server:
+    tokens = {
+        role: secret.get_secret_value()
+        for role, secret in (
+            (Role.OPERATOR, settings.operator_token),
+            (Role.TRAINER, settings.trainer_token),
+            (Role.OBSERVER, settings.observer_token),
+        )
+        if secret is not None
+    }
+    tls = None
+    if settings.tls_cert is not None and settings.tls_key is not None:
+        tls = ServerTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+    return Server(
+        service,
+        Authenticator(tokens, anonymous=settings.anonymous),
+        host=settings.host,
+        port=settings.port,
+        tls=tls,
+        drain_s=settings.drain_s,
+    )
+
+
+class _Signals:
+    """Catches SIGTERM and SIGINT. Entering yields the function that waits for the first of them.
+
+    One that comes before anybody waits (the service is still starting), and any after the first, cancels the task.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> Callable[[], Awaitable[None]]:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._caught)
+        return self._wait
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+    def _caught(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        elif self._task is not None:
+            self._task.cancel()
+
+
+class _Recorder:
+    """Stands in for a server while servicers register, to learn their services' and methods' names."""
+
+    def __init__(self) -> None:
+        self.services: list[str] = []
+        self.methods: list[str] = []
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, object]) -> None:
+        self.services.append(service)
+        self.methods.extend(f"{service}/{method}" for method in handlers)
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """The same methods again, for servers that look them up by name."""
