@@ -190,7 +190,7 @@ class CompletionParser:
             self._take(event)
         if self._state is _State.CALL:
             self._reject(Malformed("UNCLOSED"), closed=False)
-        if self._state is _State.CONTENT and not self._calls:
+        if self._state is _State.CONTENT and (self._piece or not self._calls):
             self._emit_piece(self._space)
         self._end_piece()
         if reason is None:
