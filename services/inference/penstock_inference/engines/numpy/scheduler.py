@@ -33,15 +33,7 @@ from penstock_inference.engines.base import (
 )
 from penstock_inference.engines.numpy.decoder import Chunk, Decoder, KVCache
 from penstock_inference.engines.numpy.model import Array, ModelConfig, Weights
-from penstock_inference.engines.numpy.sampling import (
-    Floats,
-    Uniforms,
-    apply_penalties,
-    draw,
-    filter_logprobs,
-    log_softmax,
-    top_logprobs,
-)
+from penstock_inference.engines.numpy.sampling import Distribution, Uniforms, apply_penalties, drop_unlikely
 from penstock_inference.engines.numpy.slots import Slots
 
 PREFILL_TOKENS_PER_STEP = 512
@@ -284,56 +276,47 @@ class Scheduler:
         # Padding keeps each row's arithmetic in whole vector lanes, wherever the row is.
         wide = np.full((len(ready), self._padded_vocab), -np.inf)
         wide[:, :vocab] = logits
-        finite = np.isfinite(logits.sum(axis=1))
-        if not finite.all():
-            wide[~finite, :vocab] = 0.0
-        temperatures = np.ones((len(ready), 1))
         uniforms = np.zeros(len(ready))
         greedy: list[int] = []
-        filtered: list[int] = []
         for n, sequence in enumerate(ready):
-            sampling = sequence.request.sampling
+            sampling, row = sequence.request.sampling, wide[n, :vocab]
             if sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:
-                apply_penalties(wide[n, :vocab], sampling, sequence.prompt, np.array(sequence.token_ids, np.int32))
+                apply_penalties(row, sampling, sequence.prompt, np.array(sequence.token_ids, np.int32))
             if sampling.min_tokens > len(sequence.token_ids) and sequence.stop_ids:
-                wide[n, sorted(sequence.stop_ids)] = -np.inf
+                row[sorted(sequence.stop_ids)] = -np.inf
             if sampling.temperature == 0:
                 greedy.append(n)
             elif sequence.uniforms is not None:
-                temperatures[n] = sampling.temperature
                 uniforms[n] = sequence.uniforms.next()
+                if sampling.temperature != 1.0:
+                    row /= sampling.temperature
                 if sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0:
-                    filtered.append(n)
-        wide /= temperatures
-        logprobs = log_softmax(wide)
-        for n in filtered:
-            sampling = ready[n].request.sampling
-            logprobs[n, :vocab] = filter_logprobs(logprobs[n, :vocab], sampling.top_k, sampling.top_p, sampling.min_p)
-        tokens = draw(logprobs, uniforms)
+                    drop_unlikely(row, sampling.top_k, sampling.top_p, sampling.min_p)
+        distribution = Distribution(wide)
+        tokens = distribution.draw(uniforms)
         for n in greedy:
-            tokens[n] = logprobs[n].argmax()
-        chosen = logprobs[np.arange(len(ready)), tokens].tolist()
+            tokens[n] = distribution.likeliest(n)
+        chosen, valid = distribution.logprobs(tokens).tolist(), distribution.valid.tolist()
         self._counts["sampled_tokens"] += len(ready)
         for n, token in enumerate(tokens.tolist()):
-            if finite[n]:
-                self._take(ready[n], token, chosen[n], logprobs[n, :vocab], events)
-            else:
+            if not valid[n]:
                 self._fail(ready[n], events)
+                continue
+            top = ready[n].request.sampling.top_logprobs
+            if top:
+                ready[n].top.append(distribution.top(n, top))
+            self._take(ready[n], token, chosen[n], events)
         counted = self._tokens_by_version
         counted[self.version] = counted.get(self.version, 0) + len(ready)
         if len(counted) > _REMEMBERED_VERSIONS:
             del counted[min(counted)]
 
-    def _take(
-        self, sequence: Sequence, token: int, logprob: float, row: Floats, events: list[tuple[Sequence, Event]]
-    ) -> None:
+    def _take(self, sequence: Sequence, token: int, logprob: float, events: list[tuple[Sequence, Event]]) -> None:
         """Append a sampled token, tell about it, and end the sequence if it was the last."""
         request, sampling = sequence.request, sequence.request.sampling
         if not sequence.token_ids:
             sequence.first_token_at = time.monotonic()
         sequence.record(token, logprob, self.version)
-        if sampling.top_logprobs:
-            sequence.top.append(top_logprobs(row, sampling.top_logprobs))
         if request.stream:
             ids, values = np.array([token], np.int32), np.array([logprob], np.float32)
             events.append((sequence, Delta(ids, values, self.version, _stack_top(sequence.top[-1:]))))
@@ -355,14 +338,16 @@ class Scheduler:
         """Logprobs of the tokens that follow each row of this piece of the prompt."""
         done = int(self._slots.written[sequence.slot])
         targets = sequence.prompt[done - hidden.shape[0] + 1 : done + 1]
-        logits = self._decoder.logits(self.weights, hidden)[: targets.size]
-        if not np.isfinite(logits).all():
-            self._fail(sequence, events)
-            return
+        logits = self._decoder.logits(self.weights, hidden[: targets.size])
         wide = np.full((targets.size, self._padded_vocab), -np.inf)
         wide[:, : self._config.vocab_size] = logits
-        wide /= sequence.score_temperature or 1.0
-        logprobs = log_softmax(wide)[np.arange(targets.size), targets]
+        if sequence.score_temperature != 1.0:
+            wide /= sequence.score_temperature or 1.0
+        distribution = Distribution(wide)
+        if not distribution.valid.all():
+            self._fail(sequence, events)
+            return
+        logprobs = distribution.logprobs(targets.astype(np.int64))
         sequence.scores.append(logprobs.astype(np.float32))
         if done == sequence.prompt.size:
             self._counts["finished"] += 1
