@@ -207,6 +207,8 @@ def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextM
     Raises:
         SystemExit: 2 when the service could not start, 1 when a signal stopped it before it was ready or had drained.
     """
+    # gRPC's own remarks (a peer went away) are no lines of our log; its errors still are. Read at its first use.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         loaded = settings.load()
         logging.configure(loaded.log_level, loaded.log_format)

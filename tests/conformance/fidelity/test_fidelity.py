@@ -318,6 +318,7 @@ def test_what_is_trained_is_what_was_sampled_once_each(conversation: Conversatio
         trained += int(sample.loss_mask.sum())
         for turn in sample.turns:
             node = conversation.graph.calls[turn.call_id]
+            assert node.sampled.token_ids is not None
             assert np.array_equal(sample.input_ids[turn.start : turn.end], node.sampled.token_ids)
     assert trained == first.sampled.count + second.sampled.count + fork.sampled.count
     assert sum(sample.weight for sample in conversation.graph.samples()) == pytest.approx(1.0)

@@ -149,6 +149,7 @@ async def test_a_token_of_shell_metacharacters_works_and_is_nowhere_to_be_read(s
                 pass
     process.terminate()
     out, err = process.communicate()
+    assert {json.loads(entry)["event"] for entry in err.splitlines()} >= {"settings", "rpc", "stopping"}
     for text in (announced, argv, out, err):
         assert TOKEN not in text
         assert "leak" not in text

@@ -19,11 +19,12 @@ from penstock_codec.chat import Message, Part, Role, Tool
 from penstock_interception.graph import classes, samples
 from penstock_interception.graph.fingerprint import (
     SIZE,
-    message_key,
+    Fingerprints,
     next_state,
     prompt_key,
     reasoning_text,
     tools_key,
+    visible_text,
 )
 from penstock_interception.graph.model import (
     Branch,
@@ -57,11 +58,12 @@ class TokenGraph:
         self.chain_head = chain_start(rollout_id)
         self._codec = codec
         self._vocab_size = max(vocab_size or 0, codec.vocab_size if codec else 0)
-        self._with_call_ids = codec is not None and codec.template.renders_call_ids
+        self._fingerprints = Fingerprints(with_call_ids=codec is not None and codec.template.renders_call_ids)
         self._calls: dict[str, CallNode] = {}
         self._children: dict[str, list[CallNode]] = {}
         self._ends: dict[bytes, list[CallNode]] = {}  # by the state of the conversation after the reply
         self._prompts: dict[tuple[bytes, bytes], list[CallNode]] = {}  # by the state of the prompt and template_kwargs
+        self._silent: dict[bytes, CallNode] = {}  # calls whose reply shows nothing, by the state of their prompt
         self._tips: dict[str, CallNode] = {}  # the last call of each branch, most recently used last
         self._lines = classes.Lines()
 
@@ -87,7 +89,7 @@ class TokenGraph:
             raise InvalidArgument("a call has at least one message", reason="MESSAGES_EMPTY")
         hints = hints or CallHints()
         kwargs = dict(template_kwargs or {})
-        keys = [message_key(message, with_call_ids=self._with_call_ids) for message in messages]
+        keys = [self._fingerprints.key(message) for message in messages]
         states = self._states(messages, tools, keys)
         key = prompt_key(messages, tools, kwargs, states, keys)
         twins = self._prompts.get((key.state, key.kwargs))
@@ -196,7 +198,7 @@ class TokenGraph:
                 run = i + 1
             elif i > run and state not in self._ends:
                 parts: tuple[Part, ...] = tuple(part for item in messages[run : i + 1] for part in item.parts)
-                joined = message_key(Message(Role.ASSISTANT, parts), with_call_ids=self._with_call_ids)
+                joined = self._fingerprints.key(Message(Role.ASSISTANT, parts))
                 merged = next_state(states[run], joined)
                 state = merged if merged in self._ends else state
             states.append(state)
@@ -205,7 +207,13 @@ class TokenGraph:
     def _find_parent(self, messages: Sequence[Message], states: Sequence[bytes]) -> tuple[CallNode | None, int]:
         """The call that the longest known part of the conversation ends with, and the length of that part."""
         for known in range(len(messages), 0, -1):
-            nodes = self._ends.get(states[known]) if messages[known - 1].role is Role.ASSISTANT else None
+            if messages[known - 1].role is not Role.ASSISTANT:
+                # A reply with nothing to see in it (cut off while thinking): clients leave it out.
+                silent = self._silent.get(states[known])
+                if silent is not None:
+                    return silent, known
+                continue
+            nodes = self._ends.get(states[known])
             if nodes:
                 thought = reasoning_text(messages[known - 1])
                 same = [node for node in nodes if thought and reasoning_text(node.sampled.message) == thought]
@@ -226,8 +234,9 @@ class TokenGraph:
         if ids is None:
             return Inexact("PARENT_WITHOUT_TOKENS", "the turn before was captured without token ids")
         last = ids if ids.size else parent.suffix
+        spoken = 1 if messages[known - 1].role is Role.ASSISTANT else 0
         result = self._codec.continuation(
-            [*messages[: known - 1], parent.sampled.message],
+            [*messages[: known - spoken], parent.sampled.message],
             messages[known:],
             tools,
             last_id=int(last[-1]) if last.size else None,
@@ -310,9 +319,11 @@ class TokenGraph:
         self._calls[node.call_id] = node
         if parent is not None:
             self._children.setdefault(parent.call_id, []).append(node)
-        reply = message_key(record.sampled.message, with_call_ids=self._with_call_ids)
+        reply = self._fingerprints.key(record.sampled.message)
         self._ends.setdefault(next_state(record.key.state, reply), []).append(node)
         self._prompts.setdefault((record.key.state, record.key.kwargs), []).append(node)
+        if not visible_text(record.sampled.message) and not record.sampled.message.tool_calls:
+            self._silent[record.key.state] = node
         self._tips.pop(node.branch_id, None)
         self._tips[node.branch_id] = node
         self._lines.add(node)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,32 +19,40 @@ from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCa
 from penstock_interception.graph.model import PromptKey
 
 SIZE = 16
+KNOWN_REPLIES = 4096
 _INLINE_THINKING = re.compile(r"^\s*<think>.*?</think>", re.DOTALL)
 _SAFE_INTEGER = 2**53
 
 
 def digest(*parts: bytes) -> bytes:
     """A 16-byte digest of a list of byte strings, each delimited by its length."""
-    return hashlib.blake2b(b"".join([b"%d:%b" % (len(part), part) for part in parts]), digest_size=SIZE).digest()
+    lengths = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
+    return hashlib.blake2b(lengths + b"".join(parts), digest_size=SIZE).digest()
 
 
-def message_key(message: Message, *, with_call_ids: bool) -> bytes:
-    """The key of a message; `with_call_ids` where the template shows tool-call ids, so that they matter."""
-    if message.role is Role.ASSISTANT:
-        calls = [part for call in message.tool_calls for part in _call_parts(call, with_call_ids)]
-        return digest(b"assistant", _utf8(visible_text(message)), *calls)
-    text: list[str] = []
-    others: list[str] = []
-    for part in message.parts:
-        if isinstance(part, TextPart):
-            text.append(part.text)
-        elif isinstance(part, ImagePart):
-            others.extend(("image", part.ref))
-        elif isinstance(part, ToolResultPart):
-            others.extend(("result", part.call_id if with_call_ids else "", part.text))
-            others.extend(image.ref for image in part.images)
-    parts = (message.role.value, message.name, "".join(text), *others)
-    return digest(*[_utf8(part) for part in parts])
+class Fingerprints:
+    """Keys of messages, with those of the assistant's turns remembered: they come back with every call."""
+
+    def __init__(self, *, with_call_ids: bool) -> None:
+        """`with_call_ids` where the template shows tool-call ids, so that they matter."""
+        self._with_call_ids = with_call_ids
+        self._known: dict[bytes, bytes] = {}
+
+    def key(self, message: Message) -> bytes:
+        """The key of a message."""
+        if message.role is not Role.ASSISTANT:
+            return _context_key(message, self._with_call_ids)
+        calls = message.tool_calls
+        written = [part for call in calls for part in (call.id, call.name, call.arguments_json)]
+        raw = digest(*[_utf8(part) for part in (message.text, *written)])
+        key = self._known.get(raw)
+        if key is None:
+            parts = [part for call in calls for part in _call_parts(call, self._with_call_ids)]
+            key = digest(b"assistant", _utf8(visible_text(message)), *parts)
+            if len(self._known) >= KNOWN_REPLIES:
+                self._known.clear()
+            self._known[raw] = key
+        return key
 
 
 def visible_text(message: Message) -> str:
@@ -118,6 +127,21 @@ def _number(text: str) -> int | float:
 
 _DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number)
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
+def _context_key(message: Message, with_call_ids: bool) -> bytes:
+    text: list[str] = []
+    others: list[str] = []
+    for part in message.parts:
+        if isinstance(part, TextPart):
+            text.append(part.text)
+        elif isinstance(part, ImagePart):
+            others.extend(("image", part.ref))
+        elif isinstance(part, ToolResultPart):
+            others.extend(("result", part.call_id if with_call_ids else "", part.text))
+            others.extend(image.ref for image in part.images)
+    parts = (message.role.value, message.name, "".join(text), *others)
+    return digest(*[_utf8(part) for part in parts])
 
 
 def _call_parts(call: ToolCallPart, with_call_ids: bool) -> tuple[bytes, bytes, bytes]:
