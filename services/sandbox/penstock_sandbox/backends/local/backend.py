@@ -133,7 +133,7 @@ class LocalBackend(Backend):
                 except ProcessLookupError:
                     continue
             _remove_group(group)
-        for name in ("sandboxes", "trash", "spool"):
+        for name in ("sandboxes", "trash", "spool", "layers"):
             folder = self._root / name
             for child in folder.iterdir() if folder.is_dir() else ():
                 layers.remove(child)
