@@ -24,7 +24,7 @@ _INLINE, _BY_DESCRIPTOR = b"\0", b"\1"
 
 
 def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send one message. Raises ``BlockingIOError`` when a non-blocking channel is full, ``OSError`` when it is closed."""
+    """Send one message. Raises BlockingIOError when a non-blocking channel is full, OSError when it is closed."""
     body = marshal.dumps(message)
     if len(body) <= _INLINE_LIMIT:
         socket.send_fds(channel, [_INLINE, body], list(descriptors), socket.MSG_NOSIGNAL)

