@@ -18,7 +18,7 @@ from penstock_chassis.journal import Journal
 from penstock_sandbox.backends.base import ENTRY_POINTS, Backend
 from penstock_sandbox.backends.local import runtimes
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
-from penstock_sandbox.installer import Installer
+from penstock_sandbox.backends.local.installer import Installer
 from penstock_sandbox.model import Resources
 from penstock_sandbox.sandboxes import MIGRATIONS, Limits, Sandboxes
 from penstock_sandbox.settings import SandboxSettings
@@ -65,7 +65,8 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
         backends = {point.name: point.load()(settings) for point in entry_points(group=ENTRY_POINTS)}
         if settings.default_backend not in backends:
             raise FailedPrecondition(
-                f"no backend {settings.default_backend!r} is installed; there are: {', '.join(sorted(backends)) or 'none'}",
+                f"the backend {settings.default_backend!r} is not installed; there are: "
+                + (", ".join(sorted(backends)) or "none"),
                 reason="BACKEND_UNAVAILABLE",
             )
         for backend in backends.values():

@@ -125,7 +125,7 @@ class RunningProcess(ProcessSink):
         self._decide(reason, signal_number=signal.SIGKILL if killed else None, message="" if killed else "sandbox lost")
 
     def _settle(self) -> None:
-        # While its tree is being killed the exit waits: whoever reads TIMED_OUT or KILLED may rely on all of it being dead.
+        # While its tree is being killed the exit waits: who reads TIMED_OUT or KILLED may rely on all of it being dead.
         if self._raw is not None and (self._drained or not self._open) and not self._killing:
             self._finish()
 

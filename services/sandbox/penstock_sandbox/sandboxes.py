@@ -501,7 +501,7 @@ class Sandboxes:
                 await live.handle.destroy()
             if live.processes is not None:
                 await live.processes.aclose()
-        except Exception:
+        except Exception:  # noqa: BLE001
             # The sandbox leaves the table all the same; what remains on disk is removed at the next start.
             _log.exception("removing a sandbox failed", sandbox=live.view.id)
         finally:
@@ -546,7 +546,7 @@ class Sandboxes:
                 pass
             try:
                 await self.reap()
-            except Exception:
+            except Exception:  # noqa: BLE001
                 # One failure must not end all reaping.
                 _log.exception("reaping failed")
 

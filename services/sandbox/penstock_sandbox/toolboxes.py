@@ -26,7 +26,7 @@ from pathlib import Path
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Violation
 from penstock_sandbox.backends.base import MountedToolbox
 from penstock_sandbox.backends.local import layers, rootfs, runtimes
-from penstock_sandbox.installer import Installer
+from penstock_sandbox.backends.local.installer import Installer
 from penstock_sandbox.model import Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
 from penstock_sandbox.progress import SharedWork
 

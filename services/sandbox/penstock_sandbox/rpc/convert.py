@@ -1,7 +1,7 @@
 """Between protos and the domain's classes, in both directions; nothing is decided here.
 
-Invariants: a field that is unset becomes None where unset and zero differ; an unknown enum value or a missing oneof is an
-InvalidArgument that names the field.
+Invariants: a field that is unset becomes None where unset and zero differ; an unknown enum value or a missing oneof is
+an InvalidArgument that names the field.
 """
 
 from __future__ import annotations

@@ -68,27 +68,21 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
     async def WriteStdin(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.WriteStdinRequest], context: Context
     ) -> pb.WriteStdinResponse:
-        process: RunningProcess | None = None
-        writer: object = None
-        offset = 0
-        async for request in request_iterator:
-            frame = request.WhichOneof("frame")
-            if process is None:
-                if frame != "start":
-                    raise convert.refuse("frame", "the first frame must be start")
-                process = self._find(request.start)
-                offset = request.start.offset
-                writer = process.take_stdin()
-            elif frame == "data":
-                await process.write_stdin(writer, offset, request.data)
-                offset += len(request.data)
-            elif frame == "end":
-                await process.close_stdin(writer)
-                break
-            else:
-                raise convert.refuse("frame", "data or end is expected here")
-        if process is None:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("frame") != "start":
             raise convert.refuse("frame", "the first frame must be start")
+        process, offset = self._find(first.start), first.start.offset
+        writer = process.take_stdin()
+        async for request in request_iterator:
+            match request.WhichOneof("frame"):
+                case "data":
+                    await process.write_stdin(writer, offset, request.data)
+                    offset += len(request.data)
+                case "end":
+                    await process.close_stdin(writer)
+                    break
+                case _:
+                    raise convert.refuse("frame", "data or end is expected here")
         return pb.WriteStdinResponse(offset=process.stdin_offset)
 
     async def SignalProcess(self, request: pb.SignalProcessRequest, context: Context) -> pb.SignalProcessResponse:  # noqa: N802

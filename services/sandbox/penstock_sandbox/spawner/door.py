@@ -25,8 +25,8 @@ import select
 import signal
 import socket
 import struct
-import termios
 import sys
+import termios
 import time
 from collections.abc import Callable
 
@@ -326,7 +326,7 @@ def enter(sandbox: int, channel: socket.socket, uid: int | None, groups: list[st
         code = 0
     except OSError as error:
         wire.send(channel, {"event": "failed", "errno": error.errno or errno.EIO, "what": str(error)})
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         # A defect, not a condition. Standard error is the service's own; the service sees the door close. No traceback:
         # printing one opens source files, by now in the sandbox's root.
         os.write(2, f"penstock door: {error!r}\n".encode())

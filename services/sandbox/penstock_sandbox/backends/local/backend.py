@@ -263,7 +263,7 @@ class LocalBackend(Backend):
                 "SHELL": "/bin/bash",
                 "LANG": "C.UTF-8",
                 "TERM": "dumb",
-                "TMPDIR": "/tmp",  # noqa: S108 - inside the sandbox
+                "TMPDIR": "/tmp",
             },
             on_lost,
             self._release,
@@ -450,7 +450,9 @@ def _remove_group(group: Group) -> None:
     """Remove a control group whose processes are dead; the kernel may need a moment to notice."""
     for _ in range(_EMPTY_GROUP_TRIES):
         try:
-            return group.remove()
+            group.remove()
         except OSError:
             time.sleep(_EMPTY_GROUP_WAIT_S)
+        else:
+            return
     group.remove()

@@ -137,9 +137,8 @@ def prepare_upper(upper: Path, work: Path, uid: int | None, *, fresh: bool) -> N
         folder.mkdir(mode=0o755, parents=True)
         if uid is not None:
             os.chown(folder, uid, uid)
-    if fresh:
-        if uid is not None:
-            os.chown(upper / "home", uid, uid)
+    if fresh and uid is not None:
+        os.chown(upper / "home", uid, uid)
     os.chmod(work, 0o700)
 
 

@@ -1,7 +1,7 @@
 """A live local sandbox: its door, processes, files, endpoint and what must be released when it ends.
 
-Invariants: everything that enters the sandbox goes through its door; the sandbox ends exactly once, by ``destroy`` or by
-being lost, and then every process in it is told.
+Invariants: everything that enters the sandbox goes through its door; the sandbox ends exactly once, by
+``destroy`` or by being lost, and then every process in it is told.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Installs npm packages into a directory, without their scripts and without this service's rights.
 
 Invariants: the environment is an allow-list (registry settings and proxies, none of the service's own variables); as
-root the installer runs as an ordinary user that owns only the target, and the result is root's afterwards. Each failure is
-retried with a growing pause unless the registry said that the package does not exist (R56).
+root the installer runs as an ordinary user that owns only its own directory, and the result is root's afterwards. Each
+failure is retried with a growing pause unless the registry said that the package does not exist (R56).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _arguments(target: Path, packages: Sequence[str]) -> list[str]:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """The installer's environment; ``home`` gets copies of the operator's npm settings, which another user cannot read."""
+    """The installer's environment; ``home`` gets a copy of the operator's npm settings, closed to other users."""
     passed = {
         name: value
         for name, value in os.environ.items()
