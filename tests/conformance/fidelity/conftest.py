@@ -6,9 +6,11 @@ that the service reads after they went over that dialect's wire.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,13 +26,38 @@ from penstock_interception.graph import (
     TokenGraph,
     VersionSpan,
 )
+from penstock_interception.ingress.chat import ChatCompletions
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEXTS = ["You are a shell agent. Read the note, then write the file. List the files, please.\n"] * 4
 BASH = Tool("bash", "Run a command.", '{"type": "object", "properties": {"command": {"type": "string"}}}')
 
 Dialect = Callable[[Sequence[Message]], Sequence[Message]]
-DIALECTS: Mapping[str, Dialect] = {"domain": lambda messages: messages}
+
+
+def over_chat_completions(messages: Sequence[Message]) -> Sequence[Message]:
+    """As an OpenAI SDK writes the conversation into a body, and the ingress reads it."""
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        item: dict[str, Any] = {"role": message.role.value, "content": message.text}
+        if message.tool_calls:
+            item["content"] = message.text or None
+            item["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+                for call in message.tool_calls
+            ]
+        if message.reasoning:
+            item["reasoning_content"] = message.reasoning
+        for result in message.tool_results:
+            item["tool_call_id"] = result.call_id
+        written.append(item)
+    return ChatCompletions().parse(json.dumps({"model": "m", "messages": written}).encode()).messages
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    "domain": lambda messages: messages,
+    "chat_completions": over_chat_completions,
+}
 
 
 @dataclass
