@@ -81,6 +81,11 @@ class Conversation:
     ) -> CallNode:
         """One model call: the messages over the wire, then `completion` sampled one byte a token."""
         plan = self.graph.plan(self.dialect(messages), tools, hints)
+        self.answered += 1
+        return self.commit(f"call-{self.answered}", plan, completion, finish)
+
+    def commit(self, call_id: str, plan: Plan, completion: str, finish: FinishReason | None = None) -> CallNode:
+        """An answer to a planned call."""
         if self.codec.decode(plan.prompt_ids).endswith("<think>\n"):  # the template opened the reasoning itself
             opened = completion.startswith("<think>\n")
             completion = completion.removeprefix("<think>\n") if opened else "\n</think>\n\n" + completion
@@ -94,8 +99,6 @@ class Conversation:
             logprobs_mode=LogprobsMode.PROCESSED,
             versions=(VersionSpan(self.answered, 0, int(ids.size)),),
         )
-        self.answered += 1
-        call_id = f"call-{self.answered}"
         self.plans[call_id] = plan
         self.graph.commit(call_id, plan, sampled)
         return self.graph.calls[call_id]
