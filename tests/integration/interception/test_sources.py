@@ -13,6 +13,7 @@ import grpc
 import openai
 import pytest
 from aiohttp import web
+
 from penstock.chat.v1 import chat_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
