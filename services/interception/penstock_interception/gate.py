@@ -324,6 +324,8 @@ class Gate:
                     self._end(call, CallState.EXPIRED, "EXPIRED")
                 elif kind == "gone" and call.attached <= 0:
                     self._end(call, CallState.CANCELLED, "AGENT_GONE")
+                elif kind == "offer":
+                    self.dispatcher.offer_again(call)
                 elif kind == "lease" and call.state is CallState.LEASED:
                     self.dispatcher.requeue(call)
 
