@@ -17,6 +17,7 @@ import orjson
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
 from penstock_chassis.errors import PenstockError
 from penstock_codec import Codec, tiny
 from penstock_codec.chat import FinishReason, Sampling
