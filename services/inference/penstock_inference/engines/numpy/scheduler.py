@@ -33,6 +33,11 @@ from penstock_inference.engines.numpy.slots import Slots
 PREFILL_TOKENS_PER_STEP = 512
 """Prompt tokens that one step computes at most, so that decoding sequences wait for a bounded time."""
 
+PREFILL_SCORES_PER_STEP = 4 << 20
+"""Attention scores (tokens x heads x context) of one sequence's prompt in one step at most: 16 MiB, and some 0.1 s."""
+
+_LEAST_PREFILL = 16
+
 DELTA_INTERVAL_S = 0.05
 """A streaming request hears of its tokens at most this often: a message for each would cost more than the token."""
 
@@ -194,7 +199,9 @@ class Scheduler:
             )
             (decoding if last else prefilling).append(sequence)
         for sequence in sorted(prefilling, key=lambda s: s.admitted_at):
-            tokens = min(budget, sequence.prompt.size - int(self._slots.written[sequence.slot]))
+            start = int(self._slots.written[sequence.slot])
+            most = max(_LEAST_PREFILL, PREFILL_SCORES_PER_STEP // (self._config.heads * (start + budget + 1)))
+            tokens = min(budget, most, sequence.prompt.size - start)
             if tokens:
                 chunks.append((sequence, tokens))
                 budget -= tokens
