@@ -1,6 +1,6 @@
 """Stop texts, as a property over any text and any way of cutting it into tokens."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -16,6 +16,7 @@ texts = st.text("abcü ", min_size=0, max_size=30)
 stops = st.lists(st.text("abcü ", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
+@settings(deadline=None)
 @given(texts, stops)
 def test_the_first_token_that_completes_a_stop_text_ends_the_completion(text: str, wanted: list[str]) -> None:
     """R63: wherever the text begins and ends in tokens."""
