@@ -13,6 +13,7 @@ from importlib import resources
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from penstock_codec.decoding import STAND_INS
 from penstock_codec.files import TokenizerFiles
 
 END_OF_TEXT = "<|endoftext|>"
@@ -24,10 +25,8 @@ SPECIAL_TOKENS = CONTROL_TOKENS + MARKUP_TOKENS
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
 
 _SPECIAL = re.compile("(" + "|".join(re.escape(token) for token in SPECIAL_TOKENS) + ")")
-# The byte tokens stand after the special ones: first the bytes that are printable characters, then the others.
-_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_BYTE_ORDER = [*_PRINTABLE, *sorted(set(range(0x100)) - set(_PRINTABLE))]
-_BYTE_IDS = {byte: len(SPECIAL_TOKENS) + rank for rank, byte in enumerate(_BYTE_ORDER)}
+# The byte tokens stand after the special ones, in the order of their printable stand-ins.
+_BYTE_IDS = {byte: len(SPECIAL_TOKENS) + rank for rank, byte in enumerate(STAND_INS.values())}
 
 
 def chat_template() -> str:

@@ -31,6 +31,7 @@ class McpServer:
     name: str
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    secret_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     url: str = ""
 
 
@@ -221,7 +222,7 @@ def _merge_servers(tree: dict[str, JsonValue], mcp: Mcp, servers: Sequence[McpSe
                 "name": server.name,
                 "command": server.args[0] if server.args else None,
                 "args": list(server.args[1:]),
-                "env": dict(server.env),
+                "env": {**server.env, **server.secret_env},
                 "url": server.url or None,
             },
         )

@@ -90,6 +90,8 @@ class SandboxTerms:
     memory_bytes: int | None = None
     pids: int | None = None
     disk_bytes: int | None = None
+    setup_network: bytes = b""
+    """What setup may reach, in the adapter's form; empty for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +182,9 @@ class Sandboxes(Protocol):
     async def remove(self, sandbox_id: str, path: str) -> None:
         """Remove whatever is at `path`, links not followed; nothing there is a success."""
 
+    async def is_symlink(self, sandbox_id: str, path: str) -> bool:
+        """Whether `path` itself is a symbolic link; False for what does not exist."""
+
     async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:
         """The first `max_bytes` of a regular file, and its size; NotFound or FailedPrecondition (NOT_A_FILE)."""
 
@@ -209,6 +214,8 @@ class GateOrder:
 
     rollout_id: str
     group_id: str | None
+    group_index: int | None
+    task_id: str
     terms: bytes = field(repr=False)
     dialects: tuple[Dialect, ...]
     title_system_prompts: tuple[str, ...]
@@ -251,6 +258,3 @@ class Gate(Protocol):
 
     async def delete(self, rollout_id: str) -> None:
         """Remove the rollout and its capture; idempotent."""
-
-    async def close_labelled(self, labels: Mapping[str, str], reason: str) -> Sequence[str]:
-        """Close every open rollout with all of the labels and return their ids."""

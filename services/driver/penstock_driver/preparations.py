@@ -19,8 +19,8 @@ from penstock_driver.ports import (
     CommandReport,
     PreparedSnapshot,
     PreparedToolbox,
-    SandboxFacts,
     Sandboxes,
+    SandboxFacts,
     SandboxTerms,
     SnapshotOrder,
 )
@@ -179,4 +179,3 @@ def setup_commands(order: RolloutOrder) -> tuple[Command, ...]:
 
 def _of_task(reports: list[CommandReport], checks: int) -> tuple[CommandReport, ...]:
     return tuple(CommandReport(report.index - checks, report.result) for report in reports if report.index >= checks)
-

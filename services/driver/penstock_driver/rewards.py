@@ -12,13 +12,14 @@ import math
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Final
 
 import orjson
 
 from penstock_chassis.errors import FailedPrecondition, NotFound
 from penstock_driver.launches import FileToWrite
-from penstock_driver.ports import Command, CommandResult, Sandboxes
+from penstock_driver.ports import Command, CommandResult, ExitReason, Sandboxes
 from penstock_driver.rollouts import Cause, CommandFinished, Phase, Reward, RolloutFailed, Verifier, failed
 
 REWARD_VARIABLE: Final = "PENSTOCK_REWARD_FILE"
@@ -35,12 +36,12 @@ async def verify(
     verifier: Verifier,
     record: Callable[[CommandFinished], None],
 ) -> Reward:
-    """Run the verifier and return its reward; RolloutFailed (cause VERIFIER) when it gives none.
+    """Run the verifier and return its reward; RolloutFailed (cause VERIFIER, or INFRASTRUCTURE) when it gives none.
 
     Every command runs, whatever the others gave; each is recorded.
     """
-    for file in verifier.files:
-        await sandboxes.remove(sandbox_id, file.path)
+    for path in dict.fromkeys(_absolute(workdir, file.path) for file in verifier.files):
+        await _clear(sandboxes, sandbox_id, path)
     reward_path = f"/tmp/penstock-{secrets.token_hex(16)}/reward"  # noqa: S108 - inside the sandbox, and unguessable
     files = list(verifier.files)
     environment = {}
@@ -60,6 +61,10 @@ async def verify(
         )
         result = await sandboxes.run(sandbox_id, bounded, OUTPUT_LIMIT)
         record(finished(Phase.VERIFYING, index, command, result))
+        if result.exit.reason in (ExitReason.START_FAILED, ExitReason.SANDBOX_LOST, ExitReason.KILLED):
+            message = f"verifier command {index} could not be run: {result.exit.reason}: {result.exit.message}"
+            lost = result.exit.reason is not ExitReason.START_FAILED
+            raise failed(Cause.INFRASTRUCTURE, "VERIFIER_NOT_RUN", message, Phase.VERIFYING, retriable=lost)
         passed += result.exit.ok
     if not verifier.reward_by_file:
         span = verifier.range_max - verifier.range_min
@@ -70,9 +75,7 @@ async def verify(
 
 def finished(phase: Phase, index: int, command: Command, result: CommandResult) -> CommandFinished:
     """The event of a command, with the tails of its outputs."""
-    return CommandFinished(
-        phase, index, command, result.exit, result.stdout[-TAIL_BYTES:], result.stderr[-TAIL_BYTES:]
-    )
+    return CommandFinished(phase, index, command, result.exit, result.stdout[-TAIL_BYTES:], result.stderr[-TAIL_BYTES:])
 
 
 async def _reward_of_file(sandboxes: Sandboxes, sandbox_id: str, path: str, verifier: Verifier) -> Reward:
@@ -118,6 +121,15 @@ def in_range(value: float, verifier: Verifier, components: dict[str, float]) -> 
             "REWARD_OUT_OF_RANGE", f"the reward {value} is not in [{verifier.range_min}, {verifier.range_max}]"
         )
     return Reward(value, verifier.range_min, verifier.range_max, components)
+
+
+async def _clear(sandboxes: Sandboxes, sandbox_id: str, path: str) -> None:
+    """Remove what stands at `path`, and the first link on the way to it: the agent may have laid it."""
+    for parent in reversed(PurePosixPath(path).parents[:-1]):
+        if await sandboxes.is_symlink(sandbox_id, str(parent)):
+            await sandboxes.remove(sandbox_id, str(parent))
+            return
+    await sandboxes.remove(sandbox_id, path)
 
 
 def _is_number(value: object) -> bool:

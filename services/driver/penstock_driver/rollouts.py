@@ -60,11 +60,6 @@ class Failure:
         """Whether what the agent left may still be graded: the policy acted, and was cut off or crashed."""
         return self.cause in (Cause.AGENT, Cause.TIMEOUT, Cause.BUDGET)
 
-    @property
-    def says_nothing_of_policy(self) -> bool:
-        """Whether the rollout is no result at all, good or bad."""
-        return self.cause in (Cause.INFRASTRUCTURE, Cause.CANCELLED, Cause.TASK, Cause.VERIFIER, Cause.MODEL)
-
 
 class RolloutFailed(Exception):
     """Ends a rollout's course; carries the failure."""
@@ -99,6 +94,10 @@ class Outcome:
     failure: Failure | None = None
     reward: Reward | None = None
     agent_exit: AgentExit | None = None
+
+    def is_result(self, verified: bool) -> bool:
+        """Whether a group counts it: it has a reward or, where there is no verifier, it completed."""
+        return self.reward is not None if verified else self.failure is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +182,7 @@ class ArtifactCollected:
 
     name: str
     content: bytes
-    truncated: bool
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

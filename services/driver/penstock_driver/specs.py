@@ -243,7 +243,7 @@ class Artifact(_Model):
     name: Name
     path: Template
     required: bool = False
-    max_bytes: Annotated[int, Field(ge=1, le=64 << 20)] = 1 << 20
+    max_bytes: Annotated[int, Field(ge=1, le=1 << 20)] = 1 << 20
 
 
 class AuxiliaryCalls(_Model):

@@ -138,6 +138,7 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict)
     secret_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str = ""
+    user: str = ""
     timeout_s: float | None = None
 
 
@@ -201,6 +202,8 @@ class Process:
     spec: ProcessSpec
     started_at: float
     exit: Exit | None
+    stdin_offset: int = 0
+    stdin_closed: bool = True
 
 
 class Stream(enum.Enum):

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
+from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.testing import serve
 from penstock_inference.app import build
 from penstock_inference.settings import InferenceSettings
@@ -19,8 +20,8 @@ Open = Callable[..., Any]
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """A random Qwen3 without a tokenizer."""
-    config = random_config("qwen3", max_position_embeddings=4096)
+    """A random Qwen3 without a tokenizer, and without a stop token: it goes on until it is told to end."""
+    config = random_config("qwen3", max_position_embeddings=4096, eos_token_id=None)
     return write_model(tmp_path / "tiny", config, random_tensors(config))
 
 
@@ -46,6 +47,4 @@ def served(tmp_path: Path) -> Open:
 @pytest.fixture
 def failure() -> Callable[[grpc.aio.AioRpcError], Any]:
     """The typed error behind a failed call."""
-    from penstock_chassis.channel import error_from_rpc
-
     return error_from_rpc

@@ -90,12 +90,16 @@ def invoke(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
     async def call(channel: Any, **options: Any) -> list[bytes]:
         path = f"/{ECHO}/{name}"
-        if name == "UnaryUnary":
-            return [await channel.unary_unary(path)(b"x", **options)]
-        if name in ("UnaryStream", "WrittenStream"):
-            return [item async for item in channel.unary_stream(path)(b"x", **options)]
-        if name == "StreamUnary":
-            return [await channel.stream_unary(path)(iter([b"x"]), **options)]
-        return [item async for item in channel.stream_stream(path)(iter([b"x"]), **options)]
+        rpc = {
+            "UnaryUnary": lambda: channel.unary_unary(path)(b"x", **options),
+            "UnaryStream": lambda: channel.unary_stream(path)(b"x", **options),
+            "WrittenStream": lambda: channel.unary_stream(path)(b"x", **options),
+            "StreamUnary": lambda: channel.stream_unary(path)(iter([b"x"]), **options),
+            "StreamStream": lambda: channel.stream_stream(path)(iter([b"x"]), **options),
+        }[name]()
+        try:
+            return [item async for item in rpc] if hasattr(rpc, "__aiter__") else [await rpc]
+        finally:
+            rpc.cancel()
 
     return call

@@ -29,7 +29,7 @@ Exit codes: 0 the model stopped calling tools; 2 bad usage or configuration; 3 t
 failing; 4 the endpoint refused the call (4xx); 5 the turn limit was reached; 6 the endpoint's reply was not understood.
 """
 
-# ruff: noqa: INP001, PTH123 - a program of its own, which imports nothing that it can do without
+
 
 import _json
 import _socket

@@ -3,7 +3,7 @@
 A program of its own because Python keeps the compiled form of a module but not of a script.
 """
 
-# ruff: noqa: INP001 - a program of its own
+
 
 import sys
 

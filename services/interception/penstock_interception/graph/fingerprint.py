@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ _SAFE_INTEGER = 2**53
 
 def digest(*parts: bytes) -> bytes:
     """A 16-byte digest of a list of byte strings, each delimited by its length."""
-    return hashlib.blake2b(b"".join([b"%d:%b" % (len(part), part) for part in parts]), digest_size=SIZE).digest()
+    lengths = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
+    return hashlib.blake2b(lengths + b"".join(parts), digest_size=SIZE).digest()
 
 
 class Fingerprints:

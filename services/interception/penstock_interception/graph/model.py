@@ -147,16 +147,12 @@ class CallNode:
     session: str
     reason: str
     chain: bytes
+    prompt_count: int = field(init=False)  # length of the whole prompt in tokens
+    total: int = field(init=False)  # length of prompt and completion in tokens
 
-    @property
-    def prompt_count(self) -> int:
-        """Length of the whole prompt in tokens."""
-        return self.keep + int(self.suffix.size)
-
-    @property
-    def total(self) -> int:
-        """Length of prompt and completion in tokens."""
-        return self.prompt_count + self.sampled.count
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_count", self.keep + int(self.suffix.size))
+        object.__setattr__(self, "total", self.prompt_count + self.sampled.count)
 
     @property
     def continues_parent(self) -> bool:

@@ -37,10 +37,16 @@ def segments(node: CallNode, upto: int | None = None) -> Iterator[Segment]:
 def path_ids(node: CallNode, upto: int | None = None) -> IntArray:
     """The first `upto` tokens (default: all) of a call's prompt and completion."""
     pieces: list[IntArray] = []
-    for segment in segments(node, upto):
-        if segment.sampled and segment.node.sampled.token_ids is not None:
-            pieces.append(segment.node.sampled.token_ids[: segment.sampled])
-        pieces.append(segment.node.suffix[: segment.context])
+    limit = node.total if upto is None else upto
+    step: CallNode | None = node
+    while step is not None and limit > 0:  # as `segments`, without an object for each: this runs with every call
+        if limit > step.keep:
+            sampled = step.sampled.token_ids
+            if limit > step.prompt_count and sampled is not None:
+                pieces.append(sampled if limit >= step.total else sampled[: limit - step.prompt_count])
+            pieces.append(step.suffix if limit >= step.prompt_count else step.suffix[: limit - step.keep])
+            limit = step.keep
+        step = step.parent
     pieces.reverse()
     return np.concatenate(pieces) if pieces else NO_TOKENS
 

@@ -95,6 +95,7 @@ class SandboxHandle(abc.ABC):
 
     home: str
     workdir: str
+    user: str
     default_env: Mapping[str, str]
 
     @abc.abstractmethod
@@ -111,9 +112,7 @@ class SandboxHandle(abc.ABC):
         """Start a process. Raises StartFailed when the program cannot be executed."""
 
     @abc.abstractmethod
-    def open_read(
-        self, path: str, *, follow_symlink: bool
-    ) -> AbstractAsyncContextManager[tuple[FileInfo, FileReader]]:
+    def open_read(self, path: str, *, follow_symlink: bool) -> AbstractAsyncContextManager[tuple[FileInfo, FileReader]]:
         """Open a regular file."""
 
     @abc.abstractmethod
@@ -133,7 +132,7 @@ class SandboxHandle(abc.ABC):
         """Describe a path; a link is not followed."""
 
     @abc.abstractmethod
-    async def list(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], bool]:
+    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], bool]:
         """Entries of a directory by name from after ``after``, and whether there are more."""
 
     @abc.abstractmethod

@@ -25,8 +25,8 @@ import select
 import signal
 import socket
 import struct
-import termios
 import sys
+import termios
 import time
 from collections.abc import Callable
 
@@ -140,17 +140,18 @@ class Door:
         except OSError as error:
             raise files.Refused(error.errno or errno.EIO, f"working directory: {error.strerror}") from error
         given: list[int] = []
+        held: list[int] = []
         actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = []
         try:
             program = _find(request["argv"][0], environment.get("PATH", ""))
             window: tuple[int, int] | None = request["pty"]
             if window is not None:
-                primary, secondary = os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC), ""
+                primary, secondary = os.openpty()
                 given.append(primary)
-                secondary = _unlock_terminal(primary)
+                held.append(secondary)
                 fcntl.ioctl(primary, termios.TIOCSWINSZ, struct.pack("HHHH", window[0], window[1], 0, 0))
                 # The child leads a new session, so opening a terminal makes it the controlling one.
-                actions.append((os.POSIX_SPAWN_OPEN, 0, secondary, os.O_RDWR, 0))
+                actions.append((os.POSIX_SPAWN_OPEN, 0, os.ttyname(secondary), os.O_RDWR, 0))
                 actions += [(os.POSIX_SPAWN_DUP2, 0, 1), (os.POSIX_SPAWN_DUP2, 0, 2)]
             else:
                 # Three descriptors that are none of 0, 1 and 2 (the door keeps those on /dev/null).
@@ -179,6 +180,8 @@ class Door:
                 os.close(descriptor)
             raise
         finally:
+            for descriptor in held:
+                os.close(descriptor)
             os.chdir("/")
         self._tags[pid] = tag
         self._running.add(pid)
@@ -206,7 +209,9 @@ class Door:
                     continue
             killed.update(found)
             if time.monotonic() > deadline:
-                raise files.Refused(errno.ETIMEDOUT, f"{len(found)} processes outlived {_KILL_DEADLINE_S:.0f} s of SIGKILL")
+                raise files.Refused(
+                    errno.ETIMEDOUT, f"{len(found)} processes outlived {_KILL_DEADLINE_S:.0f} s of SIGKILL"
+                )
             time.sleep(0.0005)
         return {"killed": len(killed)}, []
 
@@ -276,12 +281,6 @@ def _find(program: str, path: str) -> str:
     raise files.Refused(errno.ENOENT, f"{program}: not found in PATH")
 
 
-def _unlock_terminal(primary: int) -> str:
-    fcntl.ioctl(primary, termios.TIOCSPTLCK, struct.pack("i", 0))
-    number = struct.unpack("i", fcntl.ioctl(primary, termios.TIOCGPTN, b"\0\0\0\0"))[0]
-    return f"/dev/pts/{number}"
-
-
 def enter(sandbox: int, channel: socket.socket, uid: int | None, groups: list[str]) -> None:
     """Become the door: never returns. ``sandbox`` is a pidfd of its first process, ``uid`` the host user to become."""
     code = 71
@@ -327,7 +326,7 @@ def enter(sandbox: int, channel: socket.socket, uid: int | None, groups: list[st
         code = 0
     except OSError as error:
         wire.send(channel, {"event": "failed", "errno": error.errno or errno.EIO, "what": str(error)})
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001
         # A defect, not a condition. Standard error is the service's own; the service sees the door close. No traceback:
         # printing one opens source files, by now in the sandbox's root.
         os.write(2, f"penstock door: {error!r}\n".encode())

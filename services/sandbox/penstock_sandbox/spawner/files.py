@@ -243,9 +243,7 @@ def _write_tree(request: wire.Message, descriptors: list[int]) -> wire.Message:
                 entries += 1
                 total += member.size
         if entries > request["max_entries"] or total > request["max_bytes"]:
-            raise Refused(
-                errno.EFBIG, f"more than {request['max_entries']} entries or {request['max_bytes']} bytes"
-            )
+            raise Refused(errno.EFBIG, f"more than {request['max_entries']} entries or {request['max_bytes']} bytes")
         os.close(_open_folder(request["path"], create=True))
         anchor = os.open(request["path"], os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         modes: list[tuple[str, int]] = []

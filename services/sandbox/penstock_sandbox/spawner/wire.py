@@ -1,8 +1,8 @@
 """Messages between the service, the spawner and the doors: one dictionary per SOCK_SEQPACKET packet, with descriptors.
 
 Invariants: both ends run the same interpreter, so the encoding is ``marshal`` (fast, no import cost, and the peer is
-trusted: it is our own process on a socket pair). A message too long for a packet travels in a memfd. Nothing blocks here
-but the sockets' own mode.
+trusted: it is our own process on a socket pair). A message too long for a packet travels in a memfd. Nothing blocks
+here but the sockets' own mode.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INLINE, _BY_DESCRIPTOR = b"\0", b"\1"
 
 
 def send(channel: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Send one message. Raises ``BlockingIOError`` when a non-blocking channel is full, ``OSError`` when it is closed."""
+    """Send one message. Raises BlockingIOError when a non-blocking channel is full, OSError when it is closed."""
     body = marshal.dumps(message)
     if len(body) <= _INLINE_LIMIT:
         socket.send_fds(channel, [_INLINE, body], list(descriptors), socket.MSG_NOSIGNAL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 
 import numpy as np
@@ -139,6 +140,21 @@ def test_planning_changes_nothing_and_commits_may_come_in_any_order(codec: Codec
     classes = graph.call_classes()
     assert [classes[node.call_id] for node in nodes] == [CallClass.RETRY, CallClass.RETRY, CallClass.MAIN]
     assert classes["side"] is CallClass.TITLE
+
+
+def test_plans_may_be_made_in_threads_while_calls_are_committed(codec: Codec, sample: Sampler) -> None:
+    """R22, R32: tokenising off the loop sees a graph that grows meanwhile, and every prompt is still exact."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START, [BASH])
+    graph.commit("0", plan, sample(plan, CALL))
+    history = [*START, graph.calls["0"].sampled.message]
+    with ThreadPoolExecutor(4) as pool:
+        planning = [pool.submit(graph.plan, [*history, Message.tool("x", f"{n}")], [BASH]) for n in range(60)]
+        for index, future in enumerate(as_completed(planning, timeout=60)):
+            plan = future.result()
+            graph.commit(f"n{index}", plan, sample(plan, ANSWER))
+            assert plan.prompt_ids[: graph.calls["0"].total].tolist() == graph.path("0").tolist()
+    assert len(graph.branches()) == 60
 
 
 def test_two_calls_that_continue_one_turn_differently_are_two_branches(codec: Codec, sample: Sampler) -> None:
@@ -287,6 +303,18 @@ def test_a_turn_that_came_without_tokens_breaks_exactness_and_says_so(codec: Cod
     graph.commit("b", plan, sample(plan, ANSWER))
     (only,) = graph.samples()
     assert int(only.loss_mask.sum()) == len(ANSWER) - len("<|im_end|>") + 1
+
+
+def test_turns_before_a_text_only_answer_are_still_trained(codec: Codec, sample: Sampler) -> None:
+    """R84: an answer without tokens takes nothing away from those before it."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("a", plan, sample(plan, ANSWER))
+    plan = graph.plan([*START, graph.calls["a"].sampled.message, MORE])
+    graph.commit("b", plan, Sampled(Message.assistant("ok"), FinishReason.STOP))
+    (only,) = graph.samples()
+    assert [turn.call_id for turn in only.turns] == ["a"]
+    assert int(only.loss_mask.sum()) == graph.calls["a"].sampled.count
 
 
 def test_a_long_history_that_was_edited_is_stored_once(codec: Codec, sample: Sampler) -> None:

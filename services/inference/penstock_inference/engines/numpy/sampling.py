@@ -19,11 +19,41 @@ _NEVER = -np.inf
 _UNIFORMS_AT_ONCE = 32
 
 
-def log_softmax(logits: Floats) -> Floats:
-    """Over the last axis of (rows, vocab); -inf stays -inf."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    result: Floats = shifted - np.log(np.add.reduce(np.exp(shifted), axis=-1, keepdims=True))
-    return result
+class Distribution:
+    """What a token of each row is drawn from: softmax of (rows, vocab) logits, which it overwrites.
+
+    A logit of -inf is a token that cannot be drawn. A row with a number that is not finite otherwise, or without any
+    live token, is not `valid`, and what is asked of it has no meaning.
+    """
+
+    def __init__(self, logits: Floats) -> None:
+        logits -= logits.max(axis=-1, keepdims=True)
+        self._shifted = logits
+        self._cumulative: Floats = np.exp(logits)
+        np.cumsum(self._cumulative, axis=-1, out=self._cumulative)
+        self._total: Floats = self._cumulative[:, -1]
+        self.valid: NDArray[np.bool_] = np.isfinite(self._total)
+
+    def draw(self, uniforms: Floats) -> NDArray[np.int64]:
+        """One token per row, at the row's uniform number in [0, 1)."""
+        # Below the total by at least one unit in the last place, so that some entry always exceeds the threshold.
+        threshold = np.minimum(uniforms * self._total, np.nextafter(self._total, 0.0))
+        tokens: NDArray[np.int64] = (self._cumulative > threshold[:, None]).argmax(axis=-1)
+        return tokens
+
+    def likeliest(self, row: int) -> int:
+        """The row's likeliest token, the lowest id among equals."""
+        return int(self._shifted[row].argmax())
+
+    def logprobs(self, tokens: NDArray[np.int64]) -> Floats:
+        """Of one token per row."""
+        result: Floats = self._shifted[np.arange(tokens.size), tokens] - np.log(self._total)
+        return result
+
+    def top(self, row: int, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The row's `count` likeliest tokens and their logprobs, most likely first, the lower id first among equals."""
+        order = np.argsort(-self._shifted[row], kind="stable")[:count]
+        return order.astype(np.int32), (self._shifted[row, order] - np.log(self._total[row])).astype(np.float32)
 
 
 def apply_penalties(
@@ -42,26 +72,23 @@ def apply_penalties(
         logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
 
-def filter_logprobs(logprobs: Floats, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Floats:
-    """One row of normalised logprobs (vocab,) with the unlikely ones at -inf, normalised again.
+def drop_unlikely(logits: Floats, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> None:
+    """Set the logits of one row's (vocab,) unlikely tokens to -inf.
 
     min-p keeps tokens at least `min_p` times as likely as the likeliest; top-k keeps the k likeliest of those; top-p
     keeps the fewest likeliest whose share of what is left reaches `top_p`. Ties are broken by the lower id; at least
     one token survives.
     """
-    kept = logprobs.copy()
     if min_p > 0:
-        kept[kept < kept.max() + np.log(min_p)] = _NEVER
-    if (0 < top_k < kept.size) or top_p < 1:
-        order = np.argsort(-kept, kind="stable")
-        if 0 < top_k < kept.size:
-            kept[order[top_k:]] = _NEVER
+        logits[logits < logits.max() + np.log(min_p)] = _NEVER
+    if (0 < top_k < logits.size) or top_p < 1:
+        order = np.argsort(-logits, kind="stable")
+        if 0 < top_k < logits.size:
+            logits[order[top_k:]] = _NEVER
         if top_p < 1:
-            cumulative = np.cumsum(np.exp(log_softmax(kept[None])[0][order]))
-            keep = int(np.searchsorted(cumulative, top_p)) + 1
-            kept[order[keep:]] = _NEVER
-    result: Floats = log_softmax(kept[None])[0]
-    return result
+            cumulative = np.cumsum(np.exp(logits[order] - logits[order[0]]))
+            keep = int(np.searchsorted(cumulative, top_p * cumulative[-1])) + 1
+            logits[order[keep:]] = _NEVER
 
 
 class Uniforms:
@@ -77,19 +104,3 @@ class Uniforms:
             # Several at once, because a call costs more than the numbers; reversed, because a list pops from its end.
             self._numbers = self._random.random(_UNIFORMS_AT_ONCE).tolist()[::-1]
         return self._numbers.pop()
-
-
-def draw(logprobs: Floats, uniforms: Floats) -> NDArray[np.int64]:
-    """One token per row of (rows, vocab) logprobs, at the row's uniform number; never one whose logprob is -inf."""
-    cumulative = np.cumsum(np.exp(logprobs), axis=-1)
-    total = cumulative[:, -1]
-    # The sum is 1 up to rounding; stay below it so that some entry always exceeds the threshold.
-    threshold = np.minimum(uniforms * total, np.nextafter(total, 0.0))
-    tokens: NDArray[np.int64] = (cumulative > threshold[:, None]).argmax(axis=-1)
-    return tokens
-
-
-def top_logprobs(logprobs: Floats, count: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The `count` likeliest tokens of one row, most likely first, ties by the lower id."""
-    order = np.argsort(-logprobs, kind="stable")[:count]
-    return order.astype(np.int32), logprobs[order].astype(np.float32)

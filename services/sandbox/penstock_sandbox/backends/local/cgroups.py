@@ -165,6 +165,7 @@ def _usable(version: int, wanted: set[str], base: Path, name: str) -> set[str]:
     """The controllers for which a group can be made and entered under ``base``; makes our parent group there."""
     parent = base / name
     trial = parent / "probe"
+    offered: set[str] = set()
     try:
         if version == 2:
             offered = set((base / "cgroup.controllers").read_text().split()) & wanted

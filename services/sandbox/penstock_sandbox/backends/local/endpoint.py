@@ -18,6 +18,8 @@ _CHUNK = 64 * 1024
 _CONNECTIONS = 256
 _CONNECT_TIMEOUT_S = 10.0
 
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
 _log = structlog.get_logger(__name__)
 
 
@@ -70,23 +72,28 @@ class Endpoint:
                     outside = await _connect(self._upstream)
             except (OSError, TimeoutError) as error:
                 # The agent sees a reset; the operator sees why.
-                _log.warning("upstream unreachable", sandbox=self._sandbox_id, upstream=self._upstream, error=str(error))
+                _log.warning(
+                    "upstream unreachable", sandbox=self._sandbox_id, upstream=self._upstream, error=str(error)
+                )
                 inside[1].transport.abort()
-                return
-            try:
-                async with asyncio.TaskGroup() as both:
-                    both.create_task(_pump(inside[0], outside[1]))
-                    both.create_task(_pump(outside[0], inside[1]))
-            except* OSError:
-                # One side broke off: the other one learns by the abort below.
-                inside[1].transport.abort()
-            finally:
-                outside[1].transport.abort()
+            else:
+                await self._splice(inside, outside)
         finally:
-            inside[1].close()
+            inside[1].transport.close()
+
+    async def _splice(self, inside: _Streams, outside: _Streams) -> None:
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_pump(inside[0], outside[1]))
+                both.create_task(_pump(outside[0], inside[1]))
+        except* OSError:
+            # One side broke off: the other one learns by the abort.
+            inside[1].transport.abort()
+        finally:
+            outside[1].transport.abort()
 
 
-async def _connect(upstream: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connect(upstream: str) -> _Streams:
     if upstream.startswith("unix:"):
         return await asyncio.open_unix_connection(upstream.removeprefix("unix:"), limit=_CHUNK)
     host, _, port = upstream.rpartition(":")
@@ -101,5 +108,3 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         await writer.drain()
     if writer.can_write_eof():
         writer.write_eof()
-
-

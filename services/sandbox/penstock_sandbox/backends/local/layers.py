@@ -9,6 +9,7 @@ holds. ``remove`` first renames, so that a sandbox is gone at once whatever the 
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 import shutil
@@ -16,24 +17,28 @@ import stat
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
 _CHUNK = 256 * 1024
 
 
-class _Collector:
+class _Collector(io.RawIOBase):
     """A write-only file that hands out what was written."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._parts: list[bytes] = []
         self.size = 0
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
+        """Take bytes."""
         self._parts.append(bytes(data))
-        self.size += len(data)
-        return len(data)
+        self.size += len(self._parts[-1])
+        return len(self._parts[-1])
 
     def take(self) -> bytes:
+        """Hand out what came since the last time."""
         data = b"".join(self._parts)
         self._parts.clear()
         self.size = 0

@@ -12,6 +12,8 @@ Invariants
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +75,7 @@ def host_binds(extra: Iterable[Path]) -> tuple[list[Bind], dict[str, str]]:
     """The host's programs as binds, and the links (path -> target) that stand where the host has links."""
     binds: list[Bind] = []
     links: dict[str, str] = {}
-    for path in (*_PROGRAM_FOLDERS, *_SETTINGS, *map(str, extra)):
+    for path in (*_PROGRAM_FOLDERS, *map(str, extra)):
         if os.path.islink(path) and path in _PROGRAM_FOLDERS:
             links[path] = os.readlink(path)
         elif os.path.exists(path):
@@ -105,11 +107,28 @@ def write_skeleton(folder: Path, binds: Sequence[Bind], links: dict[str, str]) -
         else:
             point.parent.mkdir(parents=True, exist_ok=True)
             point.touch()
+    # Copied, not bound: bubblewrap pays for each bind in every sandbox. As old as the service's start.
+    for setting in _SETTINGS:
+        _copy_setting(setting, folder / setting.lstrip("/"))
     for parent, _, files in os.walk(folder):
         os.chmod(parent, 0o755)
         for file_name in files:
             if not os.path.islink(os.path.join(parent, file_name)):
                 os.chmod(os.path.join(parent, file_name), 0o644)
+
+
+def _copy_setting(source: str, target: Path) -> None:
+    """Copy what everybody on the host may read; anything else is left out."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.islink(source):
+        target.symlink_to(os.readlink(source))
+    elif os.path.isfile(source):
+        if os.stat(source).st_mode & stat.S_IROTH:
+            shutil.copyfile(source, target)
+    elif os.path.isdir(source) and os.stat(source).st_mode & stat.S_IROTH:
+        target.mkdir(exist_ok=True)
+        for name in os.listdir(source):
+            _copy_setting(os.path.join(source, name), target / name)
 
 
 def prepare_upper(upper: Path, work: Path, uid: int | None, *, fresh: bool) -> None:
@@ -118,9 +137,8 @@ def prepare_upper(upper: Path, work: Path, uid: int | None, *, fresh: bool) -> N
         folder.mkdir(mode=0o755, parents=True)
         if uid is not None:
             os.chown(folder, uid, uid)
-    if fresh:
-        if uid is not None:
-            os.chown(upper / "home", uid, uid)
+    if fresh and uid is not None:
+        os.chown(upper / "home", uid, uid)
     os.chmod(work, 0o700)
 
 

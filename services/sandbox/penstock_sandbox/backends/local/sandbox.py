@@ -1,7 +1,7 @@
 """A live local sandbox: its door, processes, files, endpoint and what must be released when it ends.
 
-Invariants: everything that enters the sandbox goes through its door; the sandbox ends exactly once, by ``destroy`` or by
-being lost, and then every process in it is told.
+Invariants: everything that enters the sandbox goes through its door; the sandbox ends exactly once, by
+``destroy`` or by being lost, and then every process in it is told.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class LocalSandbox(SandboxHandle):
 
     home = rootfs.HOME
     workdir = rootfs.WORKDIR
+    user = rootfs.USER
 
     def __init__(
         self,
@@ -244,7 +245,7 @@ class LocalSandbox(SandboxHandle):
         answer, _ = await self._file({"op": "stat", "path": path}, path)
         return _info(os.path.basename(path.rstrip("/")) or "/", answer)
 
-    async def list(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], bool]:
+    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], bool]:
         answer, _ = await self._file({"op": "list", "path": path, "after": after, "limit": limit}, path)
         return [_info(entry["name"], entry) for entry in answer["entries"]], answer["more"]
 
