@@ -9,11 +9,12 @@ SEED ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 
 DISTRIBUTIONS := clients/python/stubs clients/python/sdk libs/chassis libs/codec \
-	services/sandbox services/driver services/interception services/inference
-TYPED := libs services clients/python/sdk protos/generate.py $(wildcard examples) $(wildcard benchmarks)
-REQUIREMENTS := requirements-dev.txt $(wildcard examples/*/requirements.txt)
+	services/driver services/interception services/inference
+TYPED := libs services clients/python/sdk tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null)
+EXAMPLES := $(wildcard examples/*/requirements.txt)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: help
@@ -25,12 +26,12 @@ demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n 
 	@$(BIN)/python examples/grpo/train.py --seed $(SEED)
 
 .PHONY: test
-test: lint ## everything: lint, types, protos, layering, then all tests
+test: lint docs ## everything: style, types, protos, layering, links, then all tests
 	@echo "== tests"
 	@$(BIN)/python -m pytest
 
 .PHONY: lint
-lint: $(STAMP) ## style, types, protos and layering
+lint: $(DEV_STAMP) ## style, types, protos and layering
 	@echo "== ruff"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "run: $(BIN)/ruff format ."; exit 1; }
@@ -41,10 +42,10 @@ lint: $(STAMP) ## style, types, protos and layering
 	@echo "== layering"
 	@$(BIN)/lint-imports --no-cache >$(VENV)/layering.log || { cat $(VENV)/layering.log; exit 1; }
 	@echo "== mypy"
-	@$(BIN)/mypy $(TYPED) tests
+	@$(BIN)/mypy $(TYPED)
 
 .PHONY: protos
-protos: $(STAMP) ## generate the Python stubs from protos/
+protos: $(DEV_STAMP) ## generate the Python stubs from protos/
 	@$(BIN)/python protos/generate.py
 
 .PHONY: bench
@@ -52,19 +53,31 @@ bench: $(STAMP) ## measure; docs/benchmarks.md says what the figures mean
 	@$(BIN)/python -m benchmarks
 
 .PHONY: docs
-docs: $(STAMP) ## check that the documentation's links lead somewhere
-	@$(BIN)/python docs/check.py
+docs: ## check that the documentation's links lead somewhere
+	@echo "== docs"
+	@$(PYTHON) docs/check.py
+
+.PHONY: constraints
+constraints: $(DEV_STAMP) ## pin what is installed now, once its tests have passed
+	@{ grep '^#' constraints.txt; $(BIN)/python -m pip --disable-pip-version-check freeze --exclude-editable; } >$(VENV)/constraints
+	@mv $(VENV)/constraints constraints.txt && touch $(STAMP) $(DEV_STAMP)
 
 .PHONY: clean
 clean: ## remove the environment, caches and runs
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs
 	@find . -name __pycache__ -not -path './node_modules/*' -prune -exec rm -rf {} +
 
-# One environment for everything. The build backend comes first, so that the editable installs need no isolated builds.
-$(STAMP): constraints.txt $(REQUIREMENTS) $(addsuffix /pyproject.toml,$(DISTRIBUTIONS))
+# One environment for everything. The build backend comes first, so that the editable installs need no isolated builds;
+# Node comes along as a wheel, for the agents that are written for it. What only checks and tests need comes last.
+$(STAMP): constraints.txt $(EXAMPLES) $(addsuffix /pyproject.toml,$(DISTRIBUTIONS) services/sandbox)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer; try: make PYTHON=python3.12")'
 	@echo "== installing into $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt hatchling editables
-	@$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -r ,$(REQUIREMENTS)) $(addprefix -e ./,$(DISTRIBUTIONS))
+	@$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -r ,$(EXAMPLES)) $(addprefix -e ./,$(DISTRIBUTIONS)) -e "./services/sandbox[node]"
+	@touch $@
+
+$(DEV_STAMP): $(STAMP) requirements-dev.txt
+	@echo "== installing what checks and tests need into $(VENV) (once)"
+	@$(PIP) install -c constraints.txt -r requirements-dev.txt
 	@touch $@

@@ -9,7 +9,7 @@ interceptor replaces streaming calls by proxies that copy each message through a
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import grpc
 import structlog
@@ -35,6 +35,13 @@ OPTIONS: Final = (
     # A proxy from the environment must never see what goes to loopback or between our services.
     ("grpc.enable_http_proxy", 0),
 )
+
+
+class _Cancellable(Protocol):
+    def cancel(self) -> bool: ...
+
+
+C = TypeVar("C", bound=_Cancellable)
 
 
 def connect(target: str, token: str | None = None, tls: ClientTls | None = None) -> grpc.aio.Channel:
@@ -73,6 +80,21 @@ def typed_errors() -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
+
+
+@contextmanager
+def streaming(call: C) -> Iterator[C]:
+    """Holds a streaming RPC: `with streaming(stub.Watch(request)) as events: async for event in events: ...`.
+
+    Leaving ends the RPC, whatever the way out, and failures come as `typed_errors` says. Without it a cancelled task
+    may leave its RPC open: grpc.aio misses a cancellation that comes while the request is being sent (seen with 1.85
+    on Python 3.13), and the server then serves nobody until the garbage collector comes by.
+    """
+    try:
+        with typed_errors():
+            yield call
+    finally:
+        call.cancel()
 
 
 def _host(target: str) -> str:

@@ -205,8 +205,10 @@ def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextM
         build: opens the service's resources and yields what to serve; closes them after the server has stopped.
 
     Raises:
-        SystemExit: 2 when the service could not start.
+        SystemExit: 2 when the service could not start, 1 when a signal stopped it before it was ready or had drained.
     """
+    # gRPC's own remarks (a peer went away) are no lines of our log; its errors still are. Read at its first use.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         loaded = settings.load()
         logging.configure(loaded.log_level, loaded.log_format)
@@ -218,11 +220,13 @@ def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextM
     except PenstockError as error:
         sys.stderr.write(f"penstock-{name}: {error.message}\n")
         raise SystemExit(2) from None
+    except asyncio.CancelledError:
+        sys.stderr.write(f"penstock-{name}: stopped by a signal before it was ready or had drained\n")
+        raise SystemExit(1) from None
 
 
 async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContextManager[Service]]) -> None:
-    stop = asyncio.Event()
-    with _Signals(stop):
+    with _Signals() as stop:
         async with build(settings) as service, _server(settings, service) as server:
             ready = {
                 "event": "ready",
@@ -233,7 +237,7 @@ async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContext
             }
             sys.stdout.write(orjson.dumps(ready).decode() + "\n")
             sys.stdout.flush()
-            await stop.wait()
+            await stop()
             _log.info("stopping", service=name)
 
 
@@ -261,25 +265,34 @@ def _server(settings: ServiceSettings, service: Service) -> Server:
 
 
 class _Signals:
-    """Turns the first SIGTERM or SIGINT into `stop`, and a second into a cancellation of the task that entered."""
+    """Catches SIGTERM and SIGINT. Entering yields the function that waits for the first of them.
 
-    def __init__(self, stop: asyncio.Event) -> None:
-        self._stop = stop
+    One that comes before anybody waits (the service is still starting), and any after the first, cancels the task.
+    """
+
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
+        self._waiter: asyncio.Future[None] | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Callable[[], Awaitable[None]]:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._caught)
+        return self._wait
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.remove_signal_handler(number)
 
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
     def _caught(self) -> None:
-        if self._stop.is_set() and self._task is not None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        elif self._task is not None:
             self._task.cancel()
-        self._stop.set()
 
 
 class _Recorder:

@@ -1,1 +1,1 @@
-"""The driver service: turns an agent spec and a task into a scored rollout."""
+"""The driver service: turns an agent spec and a task into a scored rollout. Knows no agent by name."""

@@ -55,12 +55,12 @@ class Echo:
 
 def register_echo(servicer: Echo, server: Any) -> None:
     """What a generated `add_EchoServiceServicer_to_server` would do."""
-    handlers = {
-        "UnaryUnary": grpc.unary_unary_rpc_method_handler(servicer.unary_unary),  # type: ignore[arg-type]
-        "UnaryStream": grpc.unary_stream_rpc_method_handler(servicer.unary_stream),  # type: ignore[arg-type]
-        "WrittenStream": grpc.unary_stream_rpc_method_handler(servicer.written_stream),  # type: ignore[arg-type]
-        "StreamUnary": grpc.stream_unary_rpc_method_handler(servicer.stream_unary),  # type: ignore[arg-type]
-        "StreamStream": grpc.stream_stream_rpc_method_handler(servicer.stream_stream),  # type: ignore[arg-type]
+    handlers: dict[str, grpc.RpcMethodHandler] = {
+        "UnaryUnary": grpc.unary_unary_rpc_method_handler(servicer.unary_unary),
+        "UnaryStream": grpc.unary_stream_rpc_method_handler(servicer.unary_stream),
+        "WrittenStream": grpc.unary_stream_rpc_method_handler(servicer.written_stream),
+        "StreamUnary": grpc.stream_unary_rpc_method_handler(servicer.stream_unary),
+        "StreamStream": grpc.stream_stream_rpc_method_handler(servicer.stream_stream),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(ECHO, handlers),))
     server.add_registered_method_handlers(ECHO, handlers)
@@ -88,14 +88,18 @@ def invoke(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Calls one of the five methods on a channel with b"x" and returns all that came back."""
     name: str = request.param
 
-    async def call(channel: grpc.aio.Channel, **options: Any) -> list[bytes]:
+    async def call(channel: Any, **options: Any) -> list[bytes]:
         path = f"/{ECHO}/{name}"
-        if name == "UnaryUnary":
-            return [await channel.unary_unary(path)(b"x", **options)]  # type: ignore[call-arg]
-        if name in ("UnaryStream", "WrittenStream"):
-            return [item async for item in channel.unary_stream(path)(b"x", **options)]  # type: ignore[call-arg]
-        if name == "StreamUnary":
-            return [await channel.stream_unary(path)(iter([b"x"]), **options)]  # type: ignore[call-arg]
-        return [item async for item in channel.stream_stream(path)(iter([b"x"]), **options)]  # type: ignore[call-arg]
+        rpc = {
+            "UnaryUnary": lambda: channel.unary_unary(path)(b"x", **options),
+            "UnaryStream": lambda: channel.unary_stream(path)(b"x", **options),
+            "WrittenStream": lambda: channel.unary_stream(path)(b"x", **options),
+            "StreamUnary": lambda: channel.stream_unary(path)(iter([b"x"]), **options),
+            "StreamStream": lambda: channel.stream_stream(path)(iter([b"x"]), **options),
+        }[name]()
+        try:
+            return [item async for item in rpc] if hasattr(rpc, "__aiter__") else [await rpc]
+        finally:
+            rpc.cancel()
 
     return call

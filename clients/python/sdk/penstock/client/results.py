@@ -1,0 +1,222 @@
+"""How a rollout or a group stands, what happens in it, and how it ended. All values; times are UTC."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from penstock.client.trajectories import Call, Reward, Trajectory
+
+
+class Phase(StrEnum):
+    """Where a rollout stands; ENDED is terminal."""
+
+    QUEUED = "queued"
+    PREPARING = "preparing"
+    CONFIGURING = "configuring"
+    SETTING_UP = "setting_up"
+    RUNNING = "running"
+    VERIFYING = "verifying"
+    COLLECTING = "collecting"
+    ENDED = "ended"
+
+
+class FailureCause(StrEnum):
+    """Whose fault a failure is."""
+
+    INFRASTRUCTURE = "infrastructure"
+    TASK = "task"
+    AGENT = "agent"
+    TIMEOUT = "timeout"
+    BUDGET = "budget"
+    VERIFIER = "verifier"
+    MODEL = "model"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rollout did not complete. `reason` is stable UPPER_SNAKE."""
+
+    cause: FailureCause
+    reason: str
+    message: str
+    retriable: bool
+    phase: Phase | None
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended. `reason` is exited, signaled, timed_out, killed, oom, sandbox_lost or start_failed.
+
+    `code` is 0 to 255, `signal` a POSIX number; `duration` in seconds.
+    """
+
+    reason: str
+    code: int | None
+    signal: int | None
+    message: str
+    duration: float
+
+    @property
+    def ok(self) -> bool:
+        """It ended by itself with 0."""
+        return self.reason == "exited" and self.code == 0
+
+    def __str__(self) -> str:
+        if self.reason == "exited":
+            return f"exit {self.code}"
+        tail = f" {self.signal}" if self.signal is not None else f": {self.message}" if self.message else ""
+        return self.reason + tail
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a rollout ended. No `failure` = it completed; no `reward` = not graded, which is not zero."""
+
+    failure: Failure | None = None
+    reward: Reward | None = None
+    agent_exit: Exit | None = None
+    agent_stderr: bytes = field(default=b"", repr=False)
+
+    @property
+    def completed(self) -> bool:
+        """Whether nothing failed."""
+        return self.failure is None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A rollout as the driver reported it."""
+
+    rollout_id: str
+    group_id: str | None
+    index: int
+    phase: Phase
+    outcome: Outcome | None
+    agent: str
+    agent_spec_sha256: str
+    task_id: str
+    labels: Mapping[str, str]
+    create_time: datetime | None
+    end_time: datetime | None
+    phase_times: Mapping[Phase, float]
+    """Seconds spent in each phase so far."""
+    last_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group as the driver reported it."""
+
+    group_id: str
+    size: int
+    spares: int
+    quorum: int
+    rollout_ids: tuple[str, ...]
+    ended_count: int
+    ended: bool
+    complete: bool
+    result_rollout_ids: tuple[str, ...]
+    create_time: datetime | None
+    end_time: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseChanged:
+    """The rollout entered a phase."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class CommandFinished:
+    """A setup or verifier command ended; the tails are the last 4 KiB of its output."""
+
+    phase: Phase
+    index: int
+    command: str
+    exit: Exit
+    stdout_tail: bytes
+    stderr_tail: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEvent:
+    """What the agent reported. `kind` is assistant, reasoning, tool_call, tool_result, error, done or other."""
+
+    kind: str
+    data: Mapping[str, Any]
+    raw_line: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CallFinished:
+    """A model call ended; without tokens and bodies."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactCollected:
+    """A file that was fetched."""
+
+    name: str
+    content: bytes = field(repr=False)
+    truncated: bool
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A line about work that goes on, for people."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The rollout ended: always its last event."""
+
+    outcome: Outcome
+
+
+EventPayload: TypeAlias = (
+    PhaseChanged | CommandFinished | AgentEvent | CallFinished | ArtifactCollected | Progress | Ended
+)
+"""What an event says."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEvent:
+    """One thing that happened in a rollout; `sequence` counts from 1 without gaps."""
+
+    sequence: int
+    rollout_id: str
+    time: datetime | None
+    payload: EventPayload
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutResult:
+    """An ended rollout, with its trajectory when that was asked for and exists."""
+
+    rollout: Rollout
+    outcome: Outcome
+    trajectory: Trajectory | None = None
+
+    @property
+    def rollout_id(self) -> str:
+        """The rollout's id."""
+        return self.rollout.rollout_id
+
+    @property
+    def reward(self) -> Reward | None:
+        """None = not graded, which is not zero."""
+        return self.outcome.reward
+
+    @property
+    def failure(self) -> Failure | None:
+        """None = it completed."""
+        return self.outcome.failure

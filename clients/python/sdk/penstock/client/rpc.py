@@ -1,0 +1,159 @@
+"""Calls to one service: its channel, its token, deadlines, retries, typed errors.
+
+A call is repeated only when it failed with UNAVAILABLE and repeating it is harmless: reads, and creates that carry a
+request id. The delay grows with jitter; a service's RetryInfo is obeyed.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import grpc
+
+from penstock.client.endpoints import Endpoints, ServiceName, Tls
+from penstock.client.errors import ConfigurationError, PenstockError, Unavailable, from_rpc_error
+
+if TYPE_CHECKING:
+    Unary = grpc.aio.UnaryUnaryMultiCallable
+    UnaryStream = grpc.aio.UnaryStreamMultiCallable
+    StreamUnary = grpc.aio.StreamUnaryMultiCallable
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+"""Largest message either way, as the services have it."""
+
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # The services allow a ping every 10 s; a dead peer is noticed in 40 s.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.enable_http_proxy", 0),
+)
+
+_ATTEMPTS: Final = 5
+
+
+class Backoff:
+    """Growing delays between attempts: 0.1 s, doubled up to 5 s, each drawn from its upper half."""
+
+    def __init__(self, first: float = 0.1, cap: float = 5.0) -> None:
+        self._first = first
+        self._cap = cap
+        self._attempt = 0
+
+    def reset(self) -> None:
+        """After a success: the next delay is short again."""
+        self._attempt = 0
+
+    def next(self, error: PenstockError | None = None) -> float:
+        """Seconds to wait before the next attempt; a service's own wish is honoured."""
+        ceiling = min(self._cap, self._first * 2.0**self._attempt)
+        self._attempt = min(self._attempt + 1, 16)
+        delay = random.uniform(ceiling / 2, ceiling)  # noqa: S311 - jitter is no secret
+        wish = error.retry_after if error is not None else None
+        return delay if wish is None else max(delay, wish)
+
+
+class Service:
+    """One service as the client sees it. Made inside a running event loop, closed with `close`."""
+
+    def __init__(self, name: ServiceName, endpoints: Endpoints) -> None:
+        self.address = endpoints.address(name)
+        self.peer = f"the {name} service at {self.address}"
+        self.channel = _open(self.address, endpoints.tls)
+        self.metadata: Sequence[tuple[str, str]] = (
+            () if endpoints.token is None else (("authorization", f"Bearer {endpoints.token}"),)
+        )
+
+    async def close(self) -> None:
+        """Closes the channel; calls that are open end."""
+        await self.channel.close()
+
+    async def call(
+        self, method: "Unary[Q, A]", request: Q, *, timeout: float | None = 30.0, repeatable: bool = False
+    ) -> A:
+        """One unary call.
+
+        Args:
+            method: of a stub.
+            request: its request.
+            timeout: seconds for each attempt; None = no limit.
+            repeatable: whether UNAVAILABLE may be answered by trying again.
+
+        Raises:
+            PenstockError: what the service answered with.
+        """
+        backoff = Backoff()
+        for attempt in range(_ATTEMPTS if repeatable else 1):
+            try:
+                answer: A = await method(request, timeout=timeout, metadata=self.metadata)
+                return answer
+            except grpc.aio.AioRpcError as failure:
+                error = from_rpc_error(failure, self.peer)
+                if not (repeatable and isinstance(error, Unavailable) and attempt + 1 < _ATTEMPTS):
+                    raise error from None
+            await asyncio.sleep(backoff.next(error))
+        raise AssertionError("the last attempt returns or raises")
+
+    async def stream(
+        self, method: "UnaryStream[Q, A]", request: Q, *, timeout: float | None = None
+    ) -> AsyncGenerator[A, None]:
+        """The messages of one server stream; leaving it early cancels the call. Not repeated.
+
+        Raises:
+            PenstockError: what the stream ended with.
+        """
+        call: Any = method(request, timeout=timeout, metadata=self.metadata)
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as failure:
+            raise from_rpc_error(failure, self.peer) from None
+        finally:
+            call.cancel()
+
+    async def collect(self, method: "UnaryStream[Q, A]", request: Q, *, timeout: float | None = None) -> list[A]:
+        """All messages of a short server stream; repeated as a read when the service is not there."""
+        backoff = Backoff()
+        for attempt in range(_ATTEMPTS):
+            try:
+                async with aclosing(self.stream(method, request, timeout=timeout)) as messages:
+                    return [message async for message in messages]
+            except Unavailable as error:
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                delay = backoff.next(error)
+            await asyncio.sleep(delay)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def push(self, method: "StreamUnary[Q, A]", frames: AsyncIterator[Q], *, timeout: float | None = None) -> A:
+        """One client stream, not repeated.
+
+        Raises:
+            PenstockError: what the service answered with.
+        """
+        try:
+            answer: A = await method(frames, timeout=timeout, metadata=self.metadata)
+            return answer
+        except grpc.aio.AioRpcError as failure:
+            raise from_rpc_error(failure, self.peer) from None
+
+
+def _open(address: str, tls: Tls | None) -> grpc.aio.Channel:
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    try:
+        ca, key, cert = (None if file is None else file.read_bytes() for file in (tls.ca, tls.key, tls.cert))
+    except OSError as error:
+        raise ConfigurationError(f"{error.filename} cannot be read: {error.strerror}", reason="TLS_FILE") from None
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=_OPTIONS)

@@ -1,0 +1,241 @@
+"""What a rollout is made of: task, verifier, agent, sandbox, limits. All values; times are seconds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from penstock.client.errors import InvalidArgument
+
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+class Mode(StrEnum):
+    """Who answers an agent's model calls, and what is captured."""
+
+    BLACK_BOX = "black_box"
+    TRANSPARENT_PROXY = "transparent_proxy"
+    INTERCEPTION_GATE = "interception_gate"
+
+
+@dataclass(frozen=True, slots=True)
+class SeedFile:
+    """A file to put in place: absolute or relative to the working directory; `mode` are permission bits."""
+
+    path: str
+    content: bytes = field(repr=False)
+    mode: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run: an argument vector, or `shell`, a text for the sandbox's shell. Exactly one of the two.
+
+    `secret_env` appears in no log and no listing. `timeout` in seconds; None = none, or what the context says.
+    """
+
+    argv: Sequence[str] = ()
+    shell: str | None = None
+    env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    secret_env: Mapping[str, str] = field(default_factory=lambda: _EMPTY, repr=False)
+    cwd: str = ""
+    timeout: float | None = None
+    user: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.argv, str):
+            raise InvalidArgument(
+                f"argv is a list of arguments; for a shell line write Command(shell={self.argv!r})", reason="COMMAND"
+            )
+        if bool(self.argv) == (self.shell is not None):
+            raise InvalidArgument("A command has either argv or shell", reason="COMMAND")
+        object.__setattr__(self, "argv", tuple(self.argv))
+
+    def __str__(self) -> str:
+        return self.shell if self.shell is not None else " ".join(self.argv)
+
+
+class RewardFrom(StrEnum):
+    """How the verifier's commands make the reward: by a file that they write, or by the share that passed."""
+
+    FILE = "file"
+    PASSED_SHARE = "passed_share"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verifier:
+    """How a reward is made, after the agent is dead.
+
+    With `RewardFrom.FILE` the commands write one number, or `{"reward": n, "components": {...}}`, to the file that
+    `PENSTOCK_REWARD_FILE` names. `range` is the reward's (default [0, 1]). `command_timeout` in seconds, for commands
+    that do not say.
+    """
+
+    commands: Sequence[Command]
+    files: Sequence[SeedFile] = ()
+    reward: RewardFrom = RewardFrom.PASSED_SHARE
+    range: tuple[float, float] | None = None
+    command_timeout: float | None = None
+    fresh_fork: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What an agent shall do, and how one sees whether it did.
+
+    `files` and `setup` are done once for all rollouts of the task; `metadata` (JSON values) is carried through to the
+    trajectory. `Task.load` reads a file.
+    """
+
+    task_id: str
+    instruction: str
+    files: Sequence[SeedFile] = ()
+    setup: Sequence[Command] = ()
+    verifier: Verifier | None = None
+    env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    metadata: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+
+    @staticmethod
+    def load(path: str | Path) -> "Task":
+        """Reads a task from a YAML or JSON file; docs/guides/first-rollout.md describes it.
+
+        Raises:
+            InvalidArgument: it cannot be read or does not hold; `violations` name the fields.
+        """
+        from penstock.client.taskfile import load_task  # here, since it builds what this module defines
+
+        return load_task(Path(path))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class McpServer:
+    """An MCP server for the agent: a program in the sandbox (`args`), or a `url`."""
+
+    name: str
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    secret_env: Mapping[str, str] = field(default_factory=lambda: _EMPTY, repr=False)
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentChoice:
+    """Which agent, and how it is set up: `options` are those of its spec (JSON values)."""
+
+    name: str
+    spec_sha256: str = ""
+    options: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
+    skip_permissions: bool = False
+    mcp_servers: Sequence[McpServer] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Limits of a sandbox; None = the operator's default. One that the backend cannot enforce is refused."""
+
+    cpu: float | None = None
+    memory_bytes: int | None = None
+    pids: int | None = None
+    disk_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneEndpoint:
+    """A network of one listener: `local_port` on 127.0.0.1 inside leads to `upstream` (`host:port`), nothing else."""
+
+    local_port: int
+    upstream: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowlist:
+    """A network of named hosts (or CIDR blocks) and ports."""
+
+    hosts: Sequence[str]
+    ports: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNetwork:
+    """Everything; refused unless the operator allows it."""
+
+
+Network: TypeAlias = OneEndpoint | Allowlist | OpenNetwork
+"""What a sandbox may reach; None = nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxChoice:
+    """What a rollout may choose about its sandbox; the operator's policy bounds it."""
+
+    backend: str = ""
+    image: str = ""
+    resources: Resources | None = None
+    setup_network: Network | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Seconds for each part of a rollout; None = the driver's default."""
+
+    prepare: float | None = None
+    setup: float | None = None
+    agent: float | None = None
+    verify: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """Limits of one rollout at the gate; None = the operator's default. Times in seconds."""
+
+    max_calls: int | None = None
+    max_completion_tokens: int | None = None
+    max_total_tokens: int | None = None
+    max_tokens_per_call: int | None = None
+    call_timeout: float | None = None
+    wall_time: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyConstraint:
+    """Which weights may answer: at least `min_version`, at most `max_staleness` behind the newest announced."""
+
+    min_version: int | None = None
+    max_staleness: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """An inference service answers: one that the operator configured by name (empty = the default one)."""
+
+    name: str = ""
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upstream:
+    """An OpenAI-compatible endpoint answers: `name` of the operator's, or `base_url` with your own `api_key`."""
+
+    name: str = ""
+    base_url: str = ""
+    api_key: str = field(default="", repr=False)
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.name) == bool(self.base_url):
+            raise InvalidArgument("An upstream has either a name or a base_url", reason="UPSTREAM")
+        if self.name and self.api_key:
+            raise InvalidArgument("A named upstream has the operator's key; give none", reason="UPSTREAM")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """A tokenizer without an engine, as the operator configured it; the trainer answers every call."""
+
+    name: str
+
+
+ModelSource: TypeAlias = Inference | Upstream | Tokenizer
+"""Who answers where the trainer does not, and whose tokenizer makes the prompts."""

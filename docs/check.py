@@ -1,0 +1,52 @@
+"""Checks that every relative link of the repository's Markdown leads to a file, and every anchor to a heading.
+
+python docs/check.py        exit 1 and a line per broken link
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SKIPPED = {".git", ".venv", "node_modules", "runs"}
+
+_FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`[^`\n]*`")
+_LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)")
+_HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
+
+
+def broken(page: Path) -> Iterator[str]:
+    """The links of a page that lead nowhere; addresses on the web are not followed."""
+    text = _CODE.sub("", _FENCE.sub("", page.read_text(encoding="utf-8")))
+    for link in _LINK.findall(text):
+        if re.match(r"[a-z][a-z0-9+.-]*:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        # A page that links out of the repository would break for everyone who only has the repository.
+        reachable = target.exists() and target.is_relative_to(ROOT)
+        if reachable and anchor and target.suffix == ".md":
+            reachable = anchor in anchors(target)
+        if not reachable:
+            yield link
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as forges make them."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in _HEADING.findall(text)}
+
+
+def main() -> None:
+    """Checks all pages; see the module's text."""
+    pages = [page for page in sorted(ROOT.rglob("*.md")) if not SKIPPED.intersection(page.relative_to(ROOT).parts[:-1])]
+    found = [f"{page.relative_to(ROOT)}: {link}" for page in pages for link in broken(page)]
+    if found:
+        sys.exit("links that lead nowhere:\n  " + "\n  ".join(found))
+    print(f"{len(pages)} pages, every link leads somewhere")
+
+
+if __name__ == "__main__":
+    main()

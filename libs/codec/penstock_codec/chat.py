@@ -1,0 +1,211 @@
+"""The chat vocabulary of Penstock's domain: messages, tools, sampling, completions.
+
+Plain immutable values, free of any wire format. Ingress dialects and the rpc layers convert to and from them; the
+codec renders them to token ids and parses them back. A value here says what was said, never how some client
+serialised it, with one exception: `ToolCallPart.arguments_json` is the text exactly as it was sampled (or received).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+
+class Role(StrEnum):
+    """Who speaks."""
+
+    SYSTEM = "system"
+    DEVELOPER = "developer"
+    USER = "user"
+    ASSISTANT = "assistant"
+    TOOL = "tool"
+
+
+@dataclass(frozen=True, slots=True)
+class TextPart:
+    """Visible text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPart:
+    """What the model thought before it answered; `signature` is a provider's opaque mark, to be echoed verbatim."""
+
+    text: str
+    signature: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePart:
+    """An image by reference: a URL or a data URL. The text codec refuses it by name."""
+
+    ref: str
+    media_type: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallPart:
+    """A call of a tool by the assistant; `arguments_json` is exactly what was sampled, spacing included."""
+
+    id: str
+    name: str
+    arguments_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResultPart:
+    """What a tool answered to the call `call_id`."""
+
+    call_id: str
+    text: str
+    is_error: bool = False
+    name: str | None = None
+    images: tuple[ImagePart, ...] = ()
+
+
+Part: TypeAlias = TextPart | ReasoningPart | ImagePart | ToolCallPart | ToolResultPart
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation: a role, its parts in order, and the speaker's name where a dialect has one."""
+
+    role: Role
+    parts: tuple[Part, ...] = ()
+    name: str = ""
+
+    @property
+    def text(self) -> str:
+        """All visible text, joined without a separator; a tool message's text is its results' text."""
+        return "".join(part.text for part in self.parts if isinstance(part, (TextPart, ToolResultPart)))
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning, joined without a separator."""
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningPart))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallPart, ...]:
+        """The tool calls, in the order sampled."""
+        return tuple(part for part in self.parts if isinstance(part, ToolCallPart))
+
+    @property
+    def tool_results(self) -> tuple[ToolResultPart, ...]:
+        """The tool results, in order."""
+        return tuple(part for part in self.parts if isinstance(part, ToolResultPart))
+
+    @classmethod
+    def system(cls, text: str) -> Message:
+        """A system message of one text part."""
+        return cls(Role.SYSTEM, (TextPart(text),))
+
+    @classmethod
+    def user(cls, text: str) -> Message:
+        """A user message of one text part."""
+        return cls(Role.USER, (TextPart(text),))
+
+    @classmethod
+    def assistant(cls, text: str = "", *calls: ToolCallPart, reasoning: str = "") -> Message:
+        """An assistant message: reasoning, text and tool calls, each only if given."""
+        parts: list[Part] = []
+        if reasoning:
+            parts.append(ReasoningPart(reasoning))
+        if text:
+            parts.append(TextPart(text))
+        return cls(Role.ASSISTANT, (*parts, *calls))
+
+    @classmethod
+    def tool(cls, call_id: str, text: str, *, is_error: bool = False, name: str | None = None) -> Message:
+        """A tool message that answers one call."""
+        return cls(Role.TOOL, (ToolResultPart(call_id, text, is_error, name),))
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that the model may call; `parameters_json_schema` is the JSON text of an object, as the agent sent it."""
+
+    name: str
+    description: str
+    parameters_json_schema: str
+    strict: bool | None = None
+
+
+class ToolChoiceMode(StrEnum):
+    """Whether and how the model must call a tool."""
+
+    AUTO = "auto"
+    NONE = "none"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """The client's tool choice; `name` is set exactly when the mode is NAMED."""
+
+    mode: ToolChoiceMode = ToolChoiceMode.AUTO
+    name: str | None = None
+    parallel_tool_calls: bool | None = None
+
+    def __post_init__(self) -> None:
+        if (self.mode is ToolChoiceMode.NAMED) != (self.name is not None):
+            raise ValueError("ToolChoice.name is given exactly when mode is 'named'")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling as asked for or as used. None means unset, which differs from any value (R64).
+
+    temperature >= 0 (0 is greedy); top_p in (0, 1], min_p in [0, 1]; top_k >= 1; token counts >= 1; `top_logprobs` is
+    the number of alternatives asked for per token; `response_format` is JSON text as the OpenAI API writes it.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    n: int | None = None
+    top_logprobs: int | None = None
+    thinking: bool | None = None
+    thinking_budget_tokens: int | None = None
+    response_format: str | None = None
+
+
+class FinishReason(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    ABORT = "abort"
+    CONTENT_FILTER = "content_filter"
+
+    @property
+    def truncated(self) -> bool:
+        """The model was cut off before it ended its turn."""
+        return self in (FinishReason.LENGTH, FinishReason.ABORT)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one call."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int | None = None
+    cached_tokens: int | None = None
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt plus completion."""
+        return self.prompt_tokens + self.completion_tokens

@@ -1,0 +1,199 @@
+"""`Codec`: one model's text to token ids and back.
+
+Immutable once loaded and safe to use from several threads; its calls are CPU work (a long first prompt takes tens of
+milliseconds), so a service calls it off its event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Self
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from penstock_codec.chat import FinishReason, Message, Tool
+from penstock_codec.decoding import Detokenizer
+from penstock_codec.errors import CodecError
+from penstock_codec.files import TokenizerFiles
+from penstock_codec.parsers import CompletionParser, ParsedCompletion, Tag, Vocabulary, choose_grammar, new_call_id
+from penstock_codec.splice import Continuation, Inexact, IntArray, Splicer
+from penstock_codec.template import ChatTemplate
+
+PROMPT_TAIL = 64  # a generation prompt is shorter than this
+
+
+class Codec:
+    """One tokenizer, one chat template, one parser."""
+
+    def __init__(
+        self,
+        files: TokenizerFiles,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        parser: str | None,
+    ) -> None:
+        self.files = files
+        self.template = template
+        self._tokenizer = tokenizer
+        self._grammar = choose_grammar(parser, template.text)
+        self._detokenizer = Detokenizer(tokenizer)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        added = tokenizer.get_added_tokens_decoder()
+        controls = {token.content: index for index, token in added.items() if token.special}
+        stops: dict[str, int] = {}
+        for index in files.stop_token_ids:
+            stop = tokenizer.id_to_token(index)
+            if stop is None:
+                raise CodecError("TOKEN_ID_INVALID", f"stop token id {index} is not in the vocabulary")
+            stops[stop] = index
+        self._splicer = Splicer(template, self._encode, {**controls, **stops})
+        end = self._splicer.end_of_turn
+        self.end_of_turn_id = None if end is None else end.id
+        self.stop_token_ids: tuple[int, ...] = tuple(
+            sorted({*files.stop_token_ids, *(() if end is None else (end.id,))})
+        )
+        tags = {vocabulary[tag.value]: tag for tag in Tag if tag.value in vocabulary}
+        silent = frozenset({*controls.values(), *self.stop_token_ids} - tags.keys())
+        self._vocabulary = Vocabulary(tags, silent, frozenset(self.stop_token_ids), self.vocab_size)
+        self._prompt_marks = {index: tag for index, tag in tags.items() if tag in (Tag.OPEN_THINK, Tag.CLOSE_THINK)}
+
+    @classmethod
+    def load(
+        cls, files: TokenizerFiles, *, parser: str | None = None, now: Callable[[], datetime] = datetime.now
+    ) -> Self:
+        """Build a codec. `parser` is a name in parsers.GRAMMARS; None lets the template decide, or refuses.
+
+        Raises CodecError: TOKENIZER_INVALID, TOKENIZER_UNSUPPORTED, TEMPLATE_INVALID, TOKEN_ID_INVALID,
+        PARSER_UNKNOWN, PARSER_UNDETECTED.
+        """
+        try:
+            tokenizer = Tokenizer.from_str(files.tokenizer_json.decode("utf-8"))
+        except Exception as error:  # the binding raises bare Exception for any malformed file
+            raise CodecError("TOKENIZER_INVALID", f"tokenizer.json cannot be loaded: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        template = ChatTemplate(files.chat_template, files.special_tokens, now=now)
+        return cls(files, tokenizer, template, parser=parser)
+
+    @property
+    def parser(self) -> str:
+        """The name of the parser in use."""
+        return self._grammar.name
+
+    def render_text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as the model's text; see ChatTemplate.render for the errors."""
+        return self.template.render(
+            messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> IntArray:
+        """The whole conversation as int32 ids, for a conversation of which nothing was sampled yet."""
+        text = self.render_text(
+            messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        )
+        return np.asarray(self._encode(text), dtype=np.int32)
+
+    def continuation(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        last_id: int | None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Continuation | Inexact:
+        """The ids to append for `new` to a conversation whose ids are known and end in `last_id`.
+
+        `history` is the conversation in messages, the last one the assistant's that was sampled. An Inexact answer is
+        no error: the conversation has to be rendered anew, on a branch of its own.
+        """
+        return self._splicer.continuation(
+            history,
+            new,
+            tools,
+            last_id=last_id,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=template_kwargs,
+        )
+
+    def encode(self, text: str) -> IntArray:
+        """Plain text to int32 ids; the text of special tokens becomes those tokens."""
+        return np.asarray(self._encode(text), dtype=np.int32)
+
+    def decode(self, ids: Sequence[int] | IntArray, *, skip_special: bool = False) -> str:
+        """Ids to text; control tokens are shown unless `skip_special`. Raises CodecError TOKEN_ID_INVALID."""
+        items = _as_list(ids)
+        if any(not 0 <= index < self.vocab_size for index in items):
+            raise CodecError("TOKEN_ID_INVALID", f"token ids are from 0 to {self.vocab_size - 1}")
+        if skip_special:
+            items = [index for index in items if index not in self._vocabulary.silent_ids]
+        stream = self._detokenizer.stream()
+        return stream.push(items) + stream.flush()
+
+    def stream_parser(
+        self, *, prompt_ids: Sequence[int] | IntArray = (), call_id: Callable[[], str] = new_call_id
+    ) -> CompletionParser:
+        """A parser to feed as ids come. `prompt_ids` tells it whether the prompt already opened the reasoning."""
+        return CompletionParser(
+            self._grammar,
+            self._vocabulary,
+            self._detokenizer,
+            reasoning_open=self._reasoning_open(_as_list(prompt_ids[-PROMPT_TAIL:])),
+            call_id=call_id,
+        )
+
+    def parse(
+        self,
+        ids: Sequence[int] | IntArray,
+        *,
+        prompt_ids: Sequence[int] | IntArray = (),
+        finish_reason: FinishReason | None = None,
+        call_id: Callable[[], str] = new_call_id,
+    ) -> ParsedCompletion:
+        """A whole completion, its stop token included, as an assistant message. Never raises on any ids."""
+        parser = self.stream_parser(prompt_ids=prompt_ids, call_id=call_id)
+        parser.feed(_as_list(ids))
+        return parser.finish(finish_reason)[1]
+
+    def _reasoning_open(self, tail: list[int]) -> bool:
+        if Tag.OPEN_THINK not in self._grammar.tags:
+            return False
+        start = max((at + 1 for at, index in enumerate(tail) if index in self._vocabulary.silent_ids), default=0)
+        turn = tail[start:]
+        if Tag.OPEN_THINK not in self._vocabulary.tag_ids.values():
+            text = self.decode(turn)
+            return text.rfind(Tag.OPEN_THINK.value) > text.rfind(Tag.CLOSE_THINK.value)
+        marks = [tag for index in turn if (tag := self._prompt_marks.get(index)) is not None]
+        return bool(marks) and marks[-1] is Tag.OPEN_THINK
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            # A batch of one: unlike `encode` it lets other threads run meanwhile, and it is faster (no offsets).
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except UnicodeEncodeError as error:
+            raise CodecError("TEXT_NOT_UNICODE", "the text holds half of a surrogate pair") from error
+        except TypeError as error:  # the binding's way to refuse a string that is no UTF-8
+            raise CodecError("TEXT_NOT_UNICODE", "the text is not valid Unicode") from error
+
+
+def _as_list(ids: Sequence[int] | IntArray) -> list[int]:
+    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)

@@ -1,0 +1,225 @@
+"""Exact continuation: the ids to append to a conversation whose ids are already known.
+
+What the engine saw and sampled is never rendered nor tokenised again. Instead the model's own template is probed: the
+last assistant turn is replaced by one with a random mark, the new messages are rendered after it, and the text after
+that turn's closing special token is tokenised on its own. Since the cut is at a special token, no merge crosses it. A
+turn that was cut off gets its closing token as context.
+
+The probe needs no history, unless the template says otherwise: the first time a shape of continuation is seen (which
+roles, with tools or without), a probe after a short history is compared with one after a longer history. Where they
+differ, the real history is rendered (as text only). Where new messages change what stands before them, there is no
+exact continuation, and the answer says why.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock_codec.chat import Message, Role, Tool, ToolCallPart
+from penstock_codec.errors import CodecError
+from penstock_codec.template import ChatTemplate
+
+IntArray = NDArray[np.int32]
+SHAPES_KEPT = 1024
+_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The ids to append. `closing` of them (0 or 1), at the front, close a turn that the model did not close itself."""
+
+    ids: IntArray
+    closing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inexact:
+    """No exact continuation exists: the caller renders anew and opens a branch.
+
+    `reason`: TEMPLATE_REWRITES_HISTORY, TEMPLATE_HIDES_TURN, NO_END_OF_TURN, TEMPLATE_REFUSED.
+    """
+
+    reason: str
+    detail: str
+
+
+class _Probe(Enum):
+    SHORT = "short"  # a two-message history stands for any history
+    FULL = "full"  # the real history has to be rendered
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfTurn:
+    """The special token with which the template closes an assistant turn."""
+
+    text: str
+    id: int
+
+
+class Splicer:
+    """Exact continuation for one template and tokenizer. Safe to use from several threads."""
+
+    def __init__(
+        self, template: ChatTemplate, encode: Callable[[str], Sequence[int]], special_tokens: Mapping[str, int]
+    ) -> None:
+        """`encode` maps text to ids without adding any; `special_tokens` maps the text of special tokens to ids."""
+        self._template = template
+        self._encode = encode
+        self._mark = "probe" + secrets.token_hex(12)
+        self._shapes: OrderedDict[tuple[Any, ...], _Probe | Inexact] = OrderedDict()
+        self.end_of_turn = self._find_end_of_turn(special_tokens)
+
+    def continuation(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+        *,
+        last_id: int | None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Continuation | Inexact:
+        """The ids that follow `history` (whose last message is the assistant's, its last id `last_id`) for `new`."""
+        if not history or history[-1].role is not Role.ASSISTANT:
+            raise ValueError("history ends with the assistant's message")
+        if self.end_of_turn is None:
+            return Inexact("NO_END_OF_TURN", "the template does not close an assistant turn with a special token")
+        turn = self._marked(history[-1])
+        kwargs = dict(template_kwargs or {})
+        try:
+            shape = self._shape(turn, new, tools, add_generation_prompt, kwargs)
+            if isinstance(shape, Inexact):
+                return shape
+            if shape is _Probe.SHORT:
+                before: list[Message] = [Message.user("q")]
+                tools = ()
+            else:
+                before = list(history[:-1])
+            tail = self._tail([*before, turn], new, tools, add_generation_prompt, kwargs)
+        except CodecError as error:
+            if error.reason != "TEMPLATE_REFUSED":
+                raise
+            return Inexact("TEMPLATE_REFUSED", str(error))
+        if isinstance(tail, Inexact):
+            return tail
+        # The end of turn is encoded along, so that the tail is tokenised as text after a special token is.
+        ids = np.asarray(self._encode(self.end_of_turn.text + tail.after), dtype=np.int32)
+        if ids.size == 0 or ids[0] != self.end_of_turn.id:
+            return Inexact("NO_END_OF_TURN", "the tokenizer does not keep the end of a turn as one token")
+        closing = 0 if last_id == self.end_of_turn.id else 1
+        return Continuation(ids[1 - closing :], closing)
+
+    def _shape(
+        self,
+        turn: Message,
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> _Probe | Inexact:
+        key = (
+            len(turn.tool_calls),
+            tuple((message.role, len(message.tool_calls), len(message.tool_results)) for message in new),
+            bool(tools),
+            add_generation_prompt,
+            json.dumps(kwargs, sort_keys=True, default=repr),
+        )
+        known = self._shapes.get(key)
+        if known is None:
+            known = self._verify(turn, new, tools, add_generation_prompt, kwargs)
+            self._shapes[key] = known
+            while len(self._shapes) > SHAPES_KEPT:
+                self._shapes.popitem(last=False)
+        return known
+
+    def _verify(
+        self,
+        turn: Message,
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> _Probe | Inexact:
+        earlier = [Message.user("first"), Message.assistant("so"), Message.user("second"), turn]
+        try:
+            longer = self._tail([Message.system("rules"), *earlier], new, tools, add_generation_prompt, kwargs)
+            base = self._tail([Message.system("rules"), *earlier], (), tools, False, kwargs)
+        except CodecError:  # some templates take no system message
+            longer = self._tail(earlier, new, tools, add_generation_prompt, kwargs)
+            base = self._tail(earlier, (), tools, False, kwargs)
+        if isinstance(longer, Inexact):
+            return longer
+        if isinstance(base, Inexact):
+            return base
+        # Dropping old reasoning is no rewrite for us: the ids that were sampled stay as they are.
+        if _without_thinking(longer.before) != _without_thinking(base.before):
+            return Inexact("TEMPLATE_REWRITES_HISTORY", "new messages change the text that stands before them")
+        try:
+            short = self._tail([Message.user("q"), turn], new, (), add_generation_prompt, kwargs)
+        except CodecError:
+            return _Probe.FULL
+        if isinstance(short, Inexact) or short.after != longer.after:
+            return _Probe.FULL
+        return _Probe.SHORT
+
+    def _tail(
+        self,
+        history: Sequence[Message],
+        new: Sequence[Message],
+        tools: Sequence[Tool],
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, Any],
+    ) -> _Split | Inexact:
+        assert self.end_of_turn is not None
+        text = self._template.render(
+            [*history, *new], tools, add_generation_prompt=add_generation_prompt, template_kwargs=kwargs
+        )
+        before, found, rest = text.partition(self._mark)
+        if not found or self._mark in rest:
+            return Inexact("TEMPLATE_HIDES_TURN", "the template does not show an assistant turn exactly once")
+        _, closed, after = rest.partition(self.end_of_turn.text)
+        if not closed:
+            return Inexact("NO_END_OF_TURN", "the template does not close this turn")
+        return _Split(before, after)
+
+    def _marked(self, turn: Message) -> Message:
+        """A turn of the same kind as `turn` that holds the mark once, as the last thing in it."""
+        if not turn.tool_calls:
+            return Message.assistant(self._mark)
+        *first, last = turn.tool_calls
+        calls = [ToolCallPart(call.id, call.name, "{}") for call in first]
+        return Message.assistant("", *calls, ToolCallPart(last.id, last.name, f'{{"probe": "{self._mark}"}}'))
+
+    def _find_end_of_turn(self, special_tokens: Mapping[str, int]) -> EndOfTurn | None:
+        try:
+            text = self._template.render(
+                [Message.user("q"), Message.assistant(self._mark)], add_generation_prompt=False
+            )
+        except CodecError:
+            return None
+        _, found, rest = text.partition(self._mark)
+        rest = rest.lstrip()
+        closing = max((token for token in special_tokens if token and rest.startswith(token)), key=len, default=None)
+        if not found or closing is None:
+            return None
+        return EndOfTurn(closing, special_tokens[closing])
+
+
+def _without_thinking(text: str) -> str:
+    return "".join(_THINKING.sub("", text).split())  # the white space around it goes with it
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    before: str  # up to the mark
+    after: str  # behind the end of the marked turn

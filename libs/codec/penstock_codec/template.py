@@ -1,0 +1,164 @@
+"""A model's own chat template, rendered in a sandbox with the helpers that Hugging Face templates use.
+
+The rendering environment follows the documented contract of chat templates (block trimming, `raise_exception`,
+`strftime_now`, a `tojson` that keeps key order and non-ASCII text, loop controls, `generation` blocks), so the text
+is the one that transformers renders. Messages go in the OpenAI shape; arguments that are a JSON object go in as an
+object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool
+from penstock_codec.errors import CodecError
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class ChatTemplate:
+    """One compiled template. Immutable and safe to use from several threads."""
+
+    def __init__(
+        self, text: str, special_tokens: Mapping[str, str], *, now: Callable[[], datetime] = datetime.now
+    ) -> None:
+        """Compile `text`; `special_tokens` become variables (`bos_token`, ...); `now` feeds `strftime_now`.
+
+        Raises CodecError TEMPLATE_INVALID when the text is no template.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        try:
+            self._template = environment.from_string(text)
+        except jinja2.TemplateError as error:
+            raise CodecError("TEMPLATE_INVALID", f"the chat template does not compile: {error}") from error
+        self.text = text
+        self.supports_tools = "tools" in text
+        self.renders_call_ids = "tool_call_id" in text or "tool_call.id" in text
+        self._knows_developer = "developer" in text
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as the model's text.
+
+        Raises CodecError: TEMPLATE_REFUSED (the template raised, or a reserved name in `template_kwargs`),
+        TEMPLATE_WITHOUT_TOOLS (tools given to a template that would drop them), TOOL_INVALID, IMAGE_UNSUPPORTED.
+        """
+        if tools and not self.supports_tools:
+            raise CodecError("TEMPLATE_WITHOUT_TOOLS", "the model's chat template has no place for tools")
+        extra = dict(template_kwargs or {})
+        if clash := RESERVED & extra.keys():
+            raise CodecError("TEMPLATE_REFUSED", f"template_kwargs may not set {', '.join(sorted(clash))}")
+        try:
+            return self._template.render(
+                messages=[item for message in messages for item in self._as_dicts(message)],
+                tools=[_tool_dict(tool) for tool in tools] or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **{**self._special_tokens, **extra},
+            )
+        except CodecError:
+            raise
+        except Exception as error:  # a template is a program of the model's author: whatever it raises is its refusal
+            raise CodecError("TEMPLATE_REFUSED", f"the chat template refused the conversation: {error}") from error
+
+    def _as_dicts(self, message: Message) -> list[dict[str, Any]]:
+        if any(isinstance(part, ImagePart) or getattr(part, "images", ()) for part in message.parts):
+            raise CodecError("IMAGE_UNSUPPORTED", "images cannot be turned into this model's tokens")
+        if message.tool_results:
+            # One message per result, as templates expect; text beside the results (Anthropic's shape) follows as the
+            # user's.
+            items: list[dict[str, Any]] = []
+            for result in message.tool_results:
+                item: dict[str, Any] = {"role": "tool", "content": result.text, "tool_call_id": result.call_id}
+                if result.name is not None:
+                    item["name"] = result.name
+                items.append(item)
+            text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
+            if text:
+                items.append({"role": "user", "content": text})
+            return items
+        role = message.role.value
+        if message.role is Role.DEVELOPER and not self._knows_developer:
+            role = "system"
+        item = {"role": role, "content": message.text}
+        if message.name:
+            item["name"] = message.name
+        if message.reasoning:
+            item["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            item["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": _arguments(call.arguments_json)},
+                }
+                for call in message.tool_calls
+            ]
+        return [item]
+
+
+def _arguments(text: str) -> Any:
+    """The arguments as templates want them: an object where the text is one, else the text untouched."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _tool_dict(tool: Tool) -> dict[str, Any]:
+    try:
+        parameters = json.loads(tool.parameters_json_schema)
+    except (ValueError, RecursionError) as error:
+        raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are no JSON: {error}") from error
+    if not isinstance(parameters, dict):
+        raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are no JSON object")
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own tojson escapes for HTML; models were trained on text without those escapes.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what the assistant wrote; it changes nothing in the text."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it as an instance variable)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)

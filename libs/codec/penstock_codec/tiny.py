@@ -1,0 +1,90 @@
+"""A small tokenizer and a ChatML template with tools, made on the spot: for tests, the scripted engine and the demo.
+
+`build(texts)` trains a byte-level BPE, so any text at all can be encoded; every special token is one id. The same
+texts and size give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from importlib import resources
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from penstock_codec.decoding import STAND_INS
+from penstock_codec.files import TokenizerFiles
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+CONTROL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+SPECIAL_TOKENS = CONTROL_TOKENS + MARKUP_TOKENS
+MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
+
+_SPECIAL = re.compile("(" + "|".join(re.escape(token) for token in SPECIAL_TOKENS) + ")")
+# The byte tokens stand after the special ones, in the order of their printable stand-ins.
+_BYTE_IDS = {byte: len(SPECIAL_TOKENS) + rank for rank, byte in enumerate(STAND_INS.values())}
+
+
+def chat_template() -> str:
+    """The text of our own ChatML template with tools (templates/chatml.jinja)."""
+    return resources.files("penstock_codec").joinpath("templates/chatml.jinja").read_text("utf-8")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 384) -> bytes:
+    """Train a byte-level BPE of at most `vocab_size` ids on `texts`; the answer is a tokenizer.json.
+
+    Ids 0..8 are SPECIAL_TOKENS in order, 9..264 the bytes, the rest merges. Control tokens are `special` and never
+    show in decoded text; markup tokens are plain added tokens, as in the Qwen family.
+    """
+    if vocab_size < MIN_VOCAB:
+        raise ValueError(f"vocab_size must be at least {MIN_VOCAB}: every byte and every special token has an id")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    # The markup must not leak into merges, or a plain "<" would depend on it.
+    pieces = (piece for text in texts for piece in _without_markup(text))
+    tokenizer.train_from_iterator(pieces, trainer)
+    # A trainer makes every token that it is given special; the markup must stay visible in decoded text.
+    content = json.loads(tokenizer.to_str())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] in CONTROL_TOKENS
+    return json.dumps(content, ensure_ascii=False).encode()
+
+
+def build(texts: Iterable[str] = (), vocab_size: int = 384) -> TokenizerFiles:
+    """Files of a small ChatML model: a tokenizer trained on `texts`, our template, `<|im_end|>` as the stop."""
+    tokenizer_json = train_tokenizer(texts, vocab_size)
+    return TokenizerFiles(
+        tokenizer_json=tokenizer_json,
+        chat_template=chat_template(),
+        stop_token_ids=(SPECIAL_TOKENS.index(TURN_END),),
+        special_tokens={"eos_token": TURN_END, "pad_token": END_OF_TEXT},
+    )
+
+
+def bytewise(text: str) -> list[int]:
+    """Ids for `text` in any tokenizer made here, one per byte and one per special token.
+
+    Valid ids that decode to `text`, yet not those that the tokenizer itself would choose: what a model may sample.
+    """
+    ids: list[int] = []
+    for piece in _SPECIAL.split(text):
+        if piece in SPECIAL_TOKENS:
+            ids.append(SPECIAL_TOKENS.index(piece))
+        else:
+            ids.extend(_BYTE_IDS[byte] for byte in piece.encode())
+    return ids
+
+
+def _without_markup(text: str) -> list[str]:
+    return [piece for piece in _SPECIAL.split(text) if piece and piece not in SPECIAL_TOKENS]

@@ -1,0 +1,97 @@
+"""Puts the driver together: journal, clients of the other services, domain, servicers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Final
+
+import structlog
+from pydantic import SecretStr
+
+from penstock_chassis.auth import Role
+from penstock_chassis.channel import connect
+from penstock_chassis.journal import Journal
+from penstock_chassis.server import Service
+from penstock_driver import records, registry
+from penstock_driver.fleet import Fleet, new_id
+from penstock_driver.preflight import Preflight
+from penstock_driver.rpc.gate import GrpcGate
+from penstock_driver.rpc.sandboxes import GrpcSandboxes
+from penstock_driver.rpc.shown import encode_event, encode_outcome
+from penstock_driver.service import registrations
+from penstock_driver.settings import DriverSettings
+
+MIGRATIONS: Final = (registry.MIGRATION, records.MIGRATION)
+_EVERYBODY: Final = (Role.TRAINER, Role.OBSERVER)
+_READING: Final = {
+    "penstock.driver.v1.AgentService": ("ListAgents", "GetAgent"),
+    "penstock.driver.v1.RolloutService": (
+        *("GetRollout", "ListRollouts", "WatchRollout", "WaitRollout"),
+        *("GetGroup", "ListGroups", "WatchGroup", "WaitGroup"),
+        *("GetTrajectory", "ExportTrajectories"),
+    ),
+    "penstock.driver.v1.TerminalService": ("GetTerminal",),
+}
+ROLES: Final = dict.fromkeys(_READING, (Role.TRAINER,)) | {
+    f"{service}/{method}": _EVERYBODY for service, methods in _READING.items() for method in methods
+}
+"""A trainer may do everything here, an observer may read."""
+
+_log = structlog.get_logger("penstock.driver")
+
+
+@asynccontextmanager
+async def build(settings: DriverSettings) -> AsyncIterator[Service]:
+    """Open the driver's resources; what ran when it last died is ended and released."""
+    async with AsyncExitStack() as stack:
+        tls = settings.client_tls()
+        sandbox_channel = await stack.enter_async_context(
+            connect(settings.sandbox_address, _text(settings.sandbox_token), tls)
+        )
+        gate_channel = await stack.enter_async_context(
+            connect(settings.interception_address, _text(settings.interception_token), tls)
+        )
+        journal = await stack.enter_async_context(
+            await Journal.open(settings.state_dir / "driver.db", MIGRATIONS, sync=settings.journal_sync)
+        )
+        sandboxes, gate = GrpcSandboxes(sandbox_channel), GrpcGate(gate_channel)
+        agents = await registry.AgentRegistry.open(journal)
+        memory = records.Records(journal, encode_event)
+        stack.push_async_callback(memory.aclose)
+        fleet = Fleet(
+            memory,
+            sandboxes,
+            gate,
+            instance_id=await memory.instance_id(new_id("d")),
+            encode_outcome=encode_outcome,
+            max_running=settings.max_running,
+            max_queued=settings.max_queued,
+            agent_port=settings.agent_port,
+        )
+        lost = await fleet.recover()
+        release: asyncio.Task[None] | None = None
+        if lost:
+            _log.warning("rollouts were running when the last driver died", count=lost)
+            release = asyncio.ensure_future(fleet.release_lost(lost))
+
+        async def drain(_seconds: float) -> None:
+            await fleet.aclose()
+
+        try:
+            yield Service(
+                registrations=registrations(fleet, agents, Preflight(sandboxes, gate), sandboxes, gate),
+                roles=ROLES,
+                drain=drain,
+            )
+        finally:
+            if release:
+                release.cancel()
+                with suppress(asyncio.CancelledError):
+                    await release
+            await fleet.aclose()
+
+
+def _text(secret: SecretStr | None) -> str | None:
+    return None if secret is None else secret.get_secret_value()

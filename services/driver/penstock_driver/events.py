@@ -1,0 +1,141 @@
+"""An agent's own output lines, mapped to Penstock's events by the rules of its spec.
+
+Invariants: rules are JMESPath expressions that are compiled when the spec is loaded; a line that no rule matches, or
+that is not JSON, is an event of kind OTHER with its raw text, never lost; one malformed line cannot stop the stream;
+memory is bounded by MAX_LINE_BYTES whatever the agent prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Final
+
+import jmespath
+import jmespath.exceptions
+import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue
+
+MAX_LINE_BYTES: Final = 1 << 20
+"""Longest line that is parsed; the rest of a longer one is dropped and its event says so."""
+MAX_RAW_BYTES: Final = 64 << 10
+"""Most of a line that its event carries."""
+
+
+class EventKind(StrEnum):
+    """What an event says that the agent did. OTHER is a line that no rule understood.
+
+    IGNORED only occurs in rules: such a line makes no event. It is for what repeats what other lines say.
+    """
+
+    ASSISTANT = "assistant"
+    REASONING = "reasoning"
+    TOOL_CALL = "tool_call"
+    TOOL_RESULT = "tool_result"
+    ERROR = "error"
+    DONE = "done"
+    OTHER = "other"
+    IGNORED = "ignored"
+
+
+def compiled(expression: str) -> Any:
+    """Compile a JMESPath expression; ValueError says what is wrong with it."""
+    try:
+        return jmespath.compile(expression)
+    except jmespath.exceptions.JMESPathError as error:
+        raise ValueError(f"not a JMESPath expression: {expression!r}: {str(error).splitlines()[0]}") from None
+
+
+def search(expression: Any, value: Any) -> Any:
+    """The expression's value, or None where `value` has another shape than the expression expects."""
+    try:
+        return expression.search(value)
+    except (jmespath.exceptions.JMESPathError, RecursionError, TypeError, ValueError):
+        return None
+
+
+def _compiles(expression: str) -> str:
+    compiled(expression)
+    return expression
+
+
+Expression = Annotated[str, AfterValidator(_compiles)]
+
+
+class EventRule(BaseModel):
+    """The first rule of a spec whose `when` holds for a line makes the line's event.
+
+    `fields` gives the event's data as expressions over the line; a field whose expression is null is left out. By
+    convention: `text`; `id`, `name`, `arguments`; `output`, `exit_code`, `is_error`; `message`; `reason`, and `failed`
+    in a DONE event by which the agent says that it failed, whatever its exit code.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    when: Expression
+    kind: EventKind
+    fields: dict[str, Expression] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class AgentEvent:
+    """One thing that the agent did, and the line that said so (at most MAX_RAW_BYTES of it)."""
+
+    kind: EventKind
+    data: Mapping[str, JsonValue]
+    raw_line: bytes
+
+
+class EventParser:
+    """Turns chunks of an agent's standard output into events; feed() as they come, finish() at the end."""
+
+    def __init__(self, rules: Sequence[EventRule]) -> None:
+        self._rules = [
+            (rule.kind, compiled(rule.when), [(name, compiled(field)) for name, field in rule.fields.items()])
+            for rule in rules
+        ]
+        self._pending = bytearray()
+        self._cut = False
+
+    def feed(self, data: bytes) -> Iterator[AgentEvent]:
+        """Yield the events of every line that `data` completes."""
+        start = 0
+        while (end := data.find(b"\n", start)) >= 0:
+            self._append(data[start:end])
+            yield from self._take()
+            start = end + 1
+        self._append(data[start:])
+
+    def finish(self) -> Iterator[AgentEvent]:
+        """Yield the event of a last line that has no end."""
+        yield from self._take()
+
+    def _append(self, data: bytes) -> None:
+        room = MAX_LINE_BYTES - len(self._pending)
+        self._cut = self._cut or len(data) > room
+        self._pending += data[:room]
+
+    def _take(self) -> Iterator[AgentEvent]:
+        line, cut = bytes(self._pending).rstrip(b"\r"), self._cut
+        self._pending.clear()
+        self._cut = False
+        if not line.strip():
+            return
+        event = None if cut else self._parsed(line)
+        event = event or AgentEvent(EventKind.OTHER, {"truncated": True} if cut else {}, line[:MAX_RAW_BYTES])
+        if event.kind is not EventKind.IGNORED:
+            yield event
+
+    def _parsed(self, line: bytes) -> AgentEvent | None:
+        if not self._rules or line[:1] != b"{":
+            return None
+        try:
+            value = orjson.loads(line)
+        except ValueError:
+            return None
+        for kind, when, fields in self._rules:
+            if search(when, value):
+                found = ((name, search(field, value)) for name, field in fields)
+                return AgentEvent(kind, {name: item for name, item in found if item is not None}, line[:MAX_RAW_BYTES])
+        return None

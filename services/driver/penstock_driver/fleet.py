@@ -1,0 +1,336 @@
+"""The rollouts that run, as owned tasks: start, cancel, wait, and what a restart does about those that were running.
+
+Invariants: every rollout that was accepted ends with an outcome that is on disk, a kill -9 of the driver included: the
+next start ends it as DRIVER_RESTARTED and releases its sandbox and its place at the gate, found by labels (R50).
+Cancelling is idempotent and returns when the sandbox is gone (R70). A rollout costs one task and no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import structlog
+
+from penstock_chassis.errors import PenstockError, ResourceExhausted, Unavailable
+from penstock_driver.groups import GroupPolicy, GroupWatch
+from penstock_driver.phases import Conductor
+from penstock_driver.ports import Gate, Sandboxes
+from penstock_driver.preparations import Preparations
+from penstock_driver.records import Filter, GroupRecord, Record, Records
+from penstock_driver.rollouts import Cause, Course, Failure, Happening, Outcome, Phase, PhaseChanged, RolloutOrder
+
+DRIVER_LABEL: Final = "penstock_driver"
+ROLLOUT_LABEL: Final = "penstock_rollout"
+_RELEASE_FIRST_S: Final = 0.2
+_RELEASE_MOST_S: Final = 10.0
+_STOPPED: Final = Failure(Cause.INFRASTRUCTURE, "DRIVER_STOPPED", "the driver was stopped", True, Phase.QUEUED)
+
+_log = structlog.get_logger("penstock.driver")
+
+
+@dataclass(slots=True)
+class _Live:
+    """A rollout that runs."""
+
+    record: Record
+    conductor: Conductor
+    verified: bool
+    course: Course = field(default_factory=Course)
+    sequence: int = 0
+    task: asyncio.Task[Outcome] | None = None
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: Failure | None = None
+
+
+class Fleet:
+    """All rollouts of one driver. Open with `open()`, stop with `aclose()`.
+
+    `encode_outcome` gives an outcome in the wire's form. `max_running` rollouts run at once, `max_queued` may wait.
+    An agent finds its model endpoint at `agent_port` of its sandbox's own loopback.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        sandboxes: Sandboxes,
+        gate: Gate,
+        *,
+        instance_id: str,
+        encode_outcome: Callable[[Outcome], bytes],
+        max_running: int,
+        max_queued: int,
+        agent_port: int,
+    ) -> None:
+        self.records = records
+        self._sandboxes = sandboxes
+        self._gate = gate
+        self._instance_id = instance_id
+        self._encode_outcome = encode_outcome
+        self._slots = asyncio.Semaphore(max_running)
+        self._max_live = max_running + max_queued
+        self._agent_port = agent_port
+        self._preparations = Preparations(sandboxes)
+        self._live: dict[str, _Live] = {}
+        self._supervisors: set[asyncio.Task[None]] = set()
+        self._groups: dict[str, tuple[GroupWatch, asyncio.Task[None]]] = {}
+        self._closing = False
+
+    async def recover(self) -> Sequence[str]:
+        """End what ran when the last driver died; returns the ids of those rollouts, for `release_lost`."""
+        lost = [record async for record in self.records.all(Filter(ended=False))]
+        failure = Failure(
+            Cause.INFRASTRUCTURE, "DRIVER_RESTARTED", "the driver died while the rollout ran", True, Phase.QUEUED
+        )
+        for record in lost:
+            last = await self.records.last_sequence(record.rollout_id)
+            self._finish(record, last, Outcome(failure=replace(failure, phase=record.phase)), record.phase_times)
+        await self.records.flush()
+        return [record.rollout_id for record in lost]
+
+    async def release_lost(self, rollout_ids: Sequence[str]) -> None:
+        """Release the sandboxes and places at the gate that rollouts of the last driver held, found by their labels.
+
+        A service that is not there yet is tried again until it is.
+        """
+        delay = _RELEASE_FIRST_S
+        for rollout_id in rollout_ids:
+            while True:
+                try:
+                    await self._sandboxes.delete_labelled(self._labels(rollout_id))
+                    await self._gate.close(rollout_id, "DRIVER_RESTARTED")
+                    break
+                except PenstockError as error:
+                    _log.warning("cannot release yet", rollout_id=rollout_id, error=repr(error))
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, _RELEASE_MOST_S)
+
+    def _labels(self, rollout_id: str) -> dict[str, str]:
+        return {DRIVER_LABEL: self._instance_id, ROLLOUT_LABEL: rollout_id}
+
+    def start(
+        self,
+        order: RolloutOrder,
+        key: str,
+        records: Sequence[Record],
+        group: GroupRecord | None = None,
+    ) -> None:
+        """Start rollouts that are remembered already; `key` is the digest of what their preparation depends on."""
+        for record in records:
+            live = self._admit(record, order, key)
+            live.task = asyncio.ensure_future(self._conduct(live))
+            supervisor = asyncio.ensure_future(self._supervise(live, live.task))
+            self._supervisors.add(supervisor)
+            supervisor.add_done_callback(self._supervisors.discard)
+        if group:
+            ids = frozenset(record.rollout_id for record in records)
+            watch = GroupWatch(
+                GroupPolicy(group.size, group.quorum, group.grace_s),
+                running=lambda: ids & self._live.keys(),
+                cancel=self._cancel_all,
+            )
+            self._groups[group.group_id] = (watch, asyncio.ensure_future(self._watch_group(group.group_id, watch)))
+
+    def check_room(self, count: int) -> None:
+        """ResourceExhausted (ROLLOUT_LIMIT) when `count` more rollouts would be too many; Unavailable when stopping."""
+        if self._closing:
+            raise Unavailable("the driver is stopping", reason="DRAINING", retry_after_s=5.0)
+        if len(self._live) + count > self._max_live:
+            raise ResourceExhausted(
+                f"{len(self._live)} rollouts run or wait already, at most {self._max_live} may",
+                reason="ROLLOUT_LIMIT",
+                retry_after_s=5.0,
+            )
+
+    def phase_of(self, record: Record) -> Record:
+        """The record as it stands now: a live rollout's phase and times are in memory."""
+        live = self._live.get(record.rollout_id)
+        if live is None:
+            return record
+        return replace(
+            record,
+            phase=live.course.phase,
+            phase_times=live.course.times(),
+            last_sequence=live.sequence,
+            fork_kind=live.conductor.fork_kind,
+        )
+
+    async def get(self, rollout_id: str) -> Record:
+        """A rollout as it stands now; NotFound (ROLLOUT_UNKNOWN)."""
+        return self.phase_of(await self.records.get(rollout_id))
+
+    async def wait(self, rollout_id: str, timeout_s: float | None) -> Record:
+        """A rollout when it has ended, or as it stands after `timeout_s`."""
+        live = self._live.get(rollout_id)
+        if live is not None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await live.ended.wait()
+            except TimeoutError:
+                pass
+        return await self.get(rollout_id)
+
+    async def cancel(self, rollout_id: str, reason: str) -> Record:
+        """End a rollout; when this returns its sandbox is gone. One that has ended keeps its outcome."""
+        await self.records.get(rollout_id)
+        await self._cancel_all([rollout_id], _cancelled(reason))
+        return await self.get(rollout_id)
+
+    async def cancel_group(self, group: GroupRecord, reason: str) -> None:
+        """End all rollouts of a group."""
+        await self._cancel_all(group.rollout_ids, _cancelled(reason))
+
+    def is_running(self, rollout_id: str) -> bool:
+        """Whether a rollout has not ended."""
+        return rollout_id in self._live
+
+    async def aclose(self) -> None:
+        """Cancel what runs, as DRIVER_STOPPED, and wait until all of it is released."""
+        self._closing = True
+        await self._cancel_all(list(self._live), _STOPPED)
+        watches = [task for _, task in self._groups.values()]
+        if watches or self._supervisors:
+            await asyncio.wait([*watches, *self._supervisors])
+        await self.records.flush()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _admit(self, record: Record, order: RolloutOrder, key: str) -> _Live:
+        course = Course()
+
+        def enter(phase: Phase) -> None:
+            course.enter(phase)
+            self.records.set_phase(record.rollout_id, phase)
+            record_event(PhaseChanged(phase))
+
+        def record_event(event: Happening) -> None:
+            self._append(live, event)
+
+        conductor = Conductor(
+            record.rollout_id,
+            record.group_id,
+            record.index,
+            _order_of(order, record.index),
+            key,
+            sandboxes=self._sandboxes,
+            gate=self._gate,
+            preparations=self._preparations,
+            labels=self._labels(record.rollout_id),
+            agent_port=self._agent_port,
+            enter=enter,
+            record=record_event,
+        )
+        live = _Live(record, conductor, order.task.verifier is not None, course)
+        self._live[record.rollout_id] = live
+        self._append(live, PhaseChanged(Phase.QUEUED))
+        return live
+
+    async def _conduct(self, live: _Live) -> Outcome:
+        async with self._slots:
+            return await live.conductor.run()
+
+    async def _supervise(self, live: _Live, task: asyncio.Task[Outcome]) -> None:
+        """See one rollout to its end; never cancelled itself, so that every end is recorded."""
+        await asyncio.wait([task])
+        # A task that is cancelled before it has a slot has done nothing yet, and nothing is to be released.
+        outcome = Outcome(failure=live.cancelled or _STOPPED) if task.cancelled() else task.result()
+        live.course.enter(Phase.ENDED)
+        self._append(live, PhaseChanged(Phase.ENDED))
+        is_result = outcome.is_result(live.verified)
+        self._finish(
+            live.record,
+            live.sequence,
+            outcome,
+            live.course.times(),
+            is_result=is_result,
+            fork_kind=live.conductor.fork_kind,
+        )
+        await self.records.flush()
+        del self._live[live.record.rollout_id]
+        live.ended.set()
+        if live.record.group_id and (entry := self._groups.get(live.record.group_id)):
+            entry[0].ended(is_result=is_result)
+
+    def _append(self, live: _Live, event: Happening) -> None:
+        live.sequence += 1
+        is_summary = isinstance(event, PhaseChanged | Outcome)
+        record = live.record
+        self.records.append(record.rollout_id, record.group_id, live.sequence, event, is_summary=is_summary)
+
+    def _finish(
+        self,
+        record: Record,
+        sequence: int,
+        outcome: Outcome,
+        times: Mapping[Phase, float],
+        *,
+        is_result: bool = False,
+        fork_kind: int = 0,
+    ) -> None:
+        """Put the last event and the end in order."""
+        self.records.append(record.rollout_id, record.group_id, sequence + 1, outcome, is_summary=True)
+        self.records.end(
+            record.rollout_id,
+            record.group_id,
+            self._encode_outcome(outcome),
+            times,
+            is_result=is_result,
+            fork_kind=fork_kind,
+            last_sequence=sequence + 1,
+        )
+
+    async def _cancel_all(self, rollout_ids: Collection[str], failure: Failure) -> None:
+        lives = [live for rollout_id in rollout_ids if (live := self._live.get(rollout_id))]
+        for live in lives:
+            if live.cancelled is None and live.task is not None:
+                live.cancelled = live.conductor.cancel_failure = failure
+                live.task.cancel()
+        for live in lives:
+            await live.ended.wait()
+
+    async def _watch_group(self, group_id: str, watch: GroupWatch) -> None:
+        try:
+            await watch.run()
+        finally:
+            self._groups.pop(group_id, None)
+
+
+def new_id(prefix: str) -> str:
+    """A fresh identifier of 128 random bits (R25)."""
+    return f"{prefix}{secrets.token_hex(16)}"
+
+
+def _order_of(order: RolloutOrder, index: int) -> RolloutOrder:
+    """The order of one rollout of a group: its seed is the group's plus its index."""
+    if order.choice.seed is None or index == 0:
+        return order
+    return replace(order, choice=replace(order.choice, seed=order.choice.seed + index))
+
+
+def new_records(order: RolloutOrder, spec: bytes, ids: Sequence[str], group_id: str | None = None) -> list[Record]:
+    """Records of new rollouts of one order; `spec` in the wire's form, without secrets."""
+    now = time.time()
+    return [
+        Record(
+            rollout_id=rollout_id,
+            group_id=group_id,
+            index=index,
+            run_id=order.run_id,
+            task_id=order.task.task_id,
+            agent=order.agent.spec.name,
+            agent_sha256=order.agent.sha256,
+            labels=dict(order.labels),
+            spec=spec,
+            create_time=now,
+        )
+        for index, rollout_id in enumerate(ids)
+    ]
+
+
+def _cancelled(reason: str) -> Failure:
+    message = f"cancelled: {reason}" if reason else "the rollout was cancelled"
+    return Failure(Cause.CANCELLED, "CANCELLED", message[:1000], False, Phase.QUEUED)

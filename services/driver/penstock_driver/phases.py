@@ -1,0 +1,404 @@
+"""What happens in each phase of a rollout, from the prepared snapshot to the deleted sandbox.
+
+Invariants: an agent starts only after every setup command succeeded (R57, R58); its process tree is dead and its
+credential void before the verifier starts (R60); whatever ends the course after a sandbox or a place at the gate
+exists, both are released, and a failure of that clean-up is told but never hides the cause (R49); there is one path
+here and no branch on an agent's name (R17).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Final, TypeVar
+
+import structlog
+
+from penstock_chassis.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+)
+from penstock_driver import rewards
+from penstock_driver.events import AgentEvent, EventKind, EventParser
+from penstock_driver.launches import Launch, Place, artifact_paths, plan_launch
+from penstock_driver.ports import (
+    Command,
+    Exit,
+    ExitReason,
+    Gate,
+    GateClosing,
+    GateOpening,
+    GateOrder,
+    Sandboxes,
+    SandboxFacts,
+)
+from penstock_driver.preparations import Preparations, Prepared, SetupFailed, setup_commands
+from penstock_driver.rollouts import (
+    AgentExit,
+    ArtifactCollected,
+    Cause,
+    Failure,
+    Happening,
+    Outcome,
+    Phase,
+    Progress,
+    RolloutFailed,
+    RolloutOrder,
+    failed,
+    with_failure,
+)
+
+AGENT_PROCESS: Final = "agent"
+STDERR_TAIL_BYTES: Final = 4096
+WATCH_MARGIN_S: Final = 30.0
+"""How much longer than the agent's own limit the driver waits for its exit before it calls the sandbox lost."""
+CLEAN_UP_S: Final = 60.0
+_RETRY_FIRST_S: Final = 0.2
+_RETRY_MOST_S: Final = 5.0
+
+_log = structlog.get_logger("penstock.driver")
+T = TypeVar("T")
+
+
+class Conductor:
+    """Conducts one rollout; `run()` is called once and always returns an outcome, also when it is cancelled.
+
+    `record` takes each event as it happens, `enter` each phase. `cancel_reason` is set before the task is cancelled.
+    """
+
+    def __init__(
+        self,
+        rollout_id: str,
+        group_id: str | None,
+        index: int,
+        order: RolloutOrder,
+        key: str,
+        *,
+        sandboxes: Sandboxes,
+        gate: Gate,
+        preparations: Preparations,
+        labels: dict[str, str],
+        agent_port: int,
+        enter: Callable[[Phase], None],
+        record: Callable[[Happening], None],
+    ) -> None:
+        self._id = rollout_id
+        self._group_id = group_id
+        self._index = index
+        self._order = order
+        self._key = key
+        self._sandboxes = sandboxes
+        self._gate = gate
+        self._preparations = preparations
+        self._labels = labels
+        self._agent_port = agent_port
+        self._phase = Phase.QUEUED
+        self._enter_phase = enter
+        self._record = record
+        self._sandbox: SandboxFacts | None = None
+        self._gate_asked = False
+        self._closing: GateClosing | None = None
+        self._outcome = Outcome()
+        self.fork_kind = 0
+        self.cancel_failure = Failure(Cause.CANCELLED, "CANCELLED", "the rollout was cancelled", False, Phase.QUEUED)
+
+    async def run(self) -> Outcome:
+        """Everything, in order."""
+        try:
+            await self._course()
+        except asyncio.CancelledError:
+            self._fail(replace(self.cancel_failure, phase=self._phase))
+        except RolloutFailed as error:
+            self._fail(error.failure)
+        except PenstockError as error:
+            self._fail(failure_of(error, self._phase))
+        except Exception:  # noqa: BLE001 - a rollout always ends with an outcome
+            _log.exception("rollout failed by a fault of the driver", rollout_id=self._id)
+            message = "a fault of the driver; its log has the details"
+            self._fail(Failure(Cause.INFRASTRUCTURE, "INTERNAL", message, False, self._phase))
+        await self._clean_up()
+        return self._outcome
+
+    async def _course(self) -> None:
+        self._enter(Phase.PREPARING)
+        prepared = await self._prepare()
+        opening = await self._open_gate()
+        sandbox, prepared = await self._fork(prepared, opening)
+        self._enter(Phase.CONFIGURING)
+        launch = self._plan(sandbox, prepared, opening)
+        if launch.files:
+            await self._sandboxes.write_files(sandbox.sandbox_id, launch.files)
+        self._enter(Phase.RUNNING)
+        failure = await self._run_agent(sandbox, launch)
+        if failure:
+            self._fail(failure)
+        verifier = self._order.task.verifier
+        if verifier and (failure is None or failure.is_gradable):
+            self._enter(Phase.VERIFYING)
+            await self._verify(sandbox)
+        if self._order.agent.spec.artifacts and (failure is None or failure.is_gradable):
+            self._enter(Phase.COLLECTING)
+            await self._collect(sandbox, prepared)
+
+    # Before the agent -------------------------------------------------------------------------------------------------
+
+    async def _prepare(self, *, again: bool = False) -> Prepared:
+        try:
+            prepared = await self._preparations.get(self._order, self._key, again=again)
+        except SetupFailed as error:
+            raise self._setup_failure(error) from error
+        except TimeoutError:
+            message = f"preparing took longer than {self._order.limits.prepare_s:g} s and the setup's limit"
+            raise failed(Cause.INFRASTRUCTURE, "PREPARE_TIMED_OUT", message, self._phase, retriable=True) from None
+        if not again:
+            commands = setup_commands(self._order)
+            for report in prepared.reports:
+                self._record(rewards.finished(Phase.SETTING_UP, report.index, commands[report.index], report.result))
+        return prepared
+
+    def _setup_failure(self, error: SetupFailed) -> RolloutFailed:
+        if error.check:
+            output = (error.check.result.stderr or error.check.result.stdout)[-500:].decode("utf-8", "replace")
+            message = f"the agent's check command failed ({_describe(error.check.result.exit)}): {output}"
+            return failed(Cause.INFRASTRUCTURE, "AGENT_CHECK_FAILED", message, self._phase)
+        self._enter(Phase.SETTING_UP)
+        commands = setup_commands(self._order)
+        for report in error.reports:
+            self._record(rewards.finished(Phase.SETTING_UP, report.index, commands[report.index], report.result))
+        ended = _describe(error.reports[-1].result.exit) if error.reports else "unknown"
+        message = f"setup command {len(error.reports)} of {len(commands)} failed: {ended}"
+        return failed(Cause.TASK, "SETUP_FAILED", message, self._phase)
+
+    async def _open_gate(self) -> GateOpening:
+        spec = self._order.agent.spec
+        hints = spec.auxiliary_calls
+        self._gate_asked = True
+        return await self._retrying(
+            lambda: self._gate.open(
+                GateOrder(
+                    rollout_id=self._id,
+                    group_id=self._group_id,
+                    group_index=self._index if self._group_id else None,
+                    task_id=self._order.task.task_id,
+                    terms=self._order.gate_terms,
+                    dialects=tuple(spec.dialects),
+                    title_system_prompts=tuple(hints.title_system_prompts),
+                    compaction_system_prompts=tuple(hints.compaction_system_prompts),
+                    session_headers=tuple(hints.session_headers),
+                    volatile_line_patterns=tuple(hints.volatile_line_patterns),
+                    labels={**self._order.labels, **self._labels},
+                )
+            )
+        )
+
+    async def _fork(self, prepared: Prepared, opening: GateOpening) -> tuple[SandboxFacts, Prepared]:
+        def fork(source: Prepared) -> Callable[[], Awaitable[SandboxFacts]]:
+            return lambda: self._sandboxes.fork(
+                source.snapshot_id,
+                request_id=f"{self._id}/{source.snapshot_id}",
+                port=self._agent_port,
+                upstream=opening.ingress_address,
+                lease_s=self._order.limits.sandbox_s,
+                labels=self._labels,
+            )
+
+        try:
+            sandbox = await self._retrying(fork(prepared))
+        except NotFound:
+            # The sandbox service has dropped the snapshot since we learnt of it.
+            prepared = await self._prepare(again=True)
+            sandbox = await self._retrying(fork(prepared))
+        self._sandbox = sandbox
+        self.fork_kind = sandbox.fork_kind
+        return sandbox, prepared
+
+    def _plan(self, sandbox: SandboxFacts, prepared: Prepared, opening: GateOpening) -> Launch:
+        spec, order = self._order.agent.spec, self._order
+        dialect = next((item for item in spec.dialects if item in opening.base_paths), None)
+        if dialect is None:
+            spoken = ", ".join(spec.dialects)
+            message = f"agent {spec.name} speaks {spoken}, and the gate offers none of it"
+            raise failed(Cause.INFRASTRUCTURE, "DIALECT_MISSING", message, self._phase)
+        place = Place(
+            home=sandbox.home,
+            workdir=sandbox.workdir,
+            toolbox=prepared.toolbox.mount_path,
+            base_url=f"http://127.0.0.1:{self._agent_port}{opening.base_paths[dialect]}",
+            api_key=opening.token,
+            model=opening.model_name,
+            rollout_id=self._id,
+            wall_time_s=order.limits.agent_s,
+        )
+        return plan_launch(spec, order.choice, place, order.task.instruction)
+
+    # The agent --------------------------------------------------------------------------------------------------------
+
+    async def _run_agent(self, sandbox: SandboxFacts, launch: Launch) -> Failure | None:
+        """Start and watch the agent; on return it and all that it started are dead and its credential is void."""
+        command = Command(
+            argv=launch.argv,
+            env={**self._order.task.env, **launch.env},
+            secret_env=launch.secret_env,
+            timeout_s=self._order.limits.agent_s,
+        )
+        await self._sandboxes.start(sandbox.sandbox_id, AGENT_PROCESS, command, launch.stdin)
+        done: AgentEvent | None = None
+        parser, stderr, end = EventParser(self._order.agent.spec.events.rules), bytearray(), Exit(ExitReason.KILLED)
+        try:
+            async with asyncio.timeout(self._order.limits.agent_s + WATCH_MARGIN_S):
+                async for item in self._sandboxes.watch(sandbox.sandbox_id, AGENT_PROCESS):
+                    if isinstance(item, Exit):
+                        end = item
+                    elif item.is_stderr:
+                        stderr += item.data
+                        del stderr[:-STDERR_TAIL_BYTES]
+                    else:
+                        for event in parser.feed(item.data):
+                            done = event if event.kind is EventKind.DONE else done
+                            self._record(event)
+        except TimeoutError:
+            message = "the agent's limit is over and the sandbox service has not ended it"
+            raise failed(Cause.INFRASTRUCTURE, "SANDBOX_UNRESPONSIVE", message, self._phase, retriable=True) from None
+        for event in parser.finish():
+            done = event if event.kind is EventKind.DONE else done
+            self._record(event)
+        if end.reason is not ExitReason.SANDBOX_LOST:
+            await self._sandboxes.kill(sandbox.sandbox_id, AGENT_PROCESS)
+        self._closing = await self._gate.close(self._id, "AGENT_EXITED")
+        self._outcome = replace(self._outcome, agent_exit=AgentExit(end, bytes(stderr)))
+        return judge(end, self._closing, done, self._order.agent.spec.success_exit_codes, self._phase)
+
+    # After the agent --------------------------------------------------------------------------------------------------
+
+    async def _verify(self, sandbox: SandboxFacts) -> None:
+        verifier = self._order.task.verifier
+        assert verifier is not None
+        try:
+            async with asyncio.timeout(self._order.limits.verify_s):
+                reward = await rewards.verify(
+                    self._sandboxes, sandbox.sandbox_id, sandbox.workdir, verifier, self._record
+                )
+        except TimeoutError:
+            message = f"the verifier took longer than {self._order.limits.verify_s:g} s"
+            raise failed(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, self._phase) from None
+        self._outcome = replace(self._outcome, reward=reward)
+
+    async def _collect(self, sandbox: SandboxFacts, prepared: Prepared) -> None:
+        spec = self._order.agent.spec
+        place = Place(sandbox.home, sandbox.workdir, prepared.toolbox.mount_path, "", "", "", self._id, 0)
+        for artifact, path in zip(spec.artifacts, artifact_paths(spec, place), strict=True):
+            try:
+                content, size = await self._sandboxes.read_file(sandbox.sandbox_id, path, artifact.max_bytes)
+            except (NotFound, FailedPrecondition) as error:
+                if artifact.required:
+                    message = f"the agent left no {artifact.name}: {error.message}"
+                    self._fail(Failure(Cause.AGENT, "ARTIFACT_MISSING", message, False, self._phase))
+                continue
+            self._record(ArtifactCollected(artifact.name, content, size))
+
+    async def _clean_up(self) -> None:
+        """Release the sandbox and the place at the gate, whatever happens to the task meanwhile."""
+        work = asyncio.ensure_future(self._release())
+        while not work.done():
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                if work.cancelled():
+                    break
+
+    async def _release(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            if self._sandbox:
+                tasks.create_task(self._attempt("sandbox", self._sandboxes.delete(self._sandbox.sandbox_id)))
+            elif self._gate_asked:
+                # A fork whose answer never came may have made a sandbox: it carries this rollout's labels.
+                tasks.create_task(self._attempt("sandbox", self._sandboxes.delete_labelled(self._labels)))
+            if self._gate_asked and self._closing is None:
+                tasks.create_task(self._attempt("gate", self._gate.close(self._id, "ROLLOUT_ENDED")))
+
+    async def _attempt(self, what: str, work: Awaitable[object]) -> None:
+        try:
+            async with asyncio.timeout(CLEAN_UP_S):
+                await work
+        except Exception as error:  # noqa: BLE001 - a clean-up that fails never hides why the rollout ended (R49)
+            _log.warning(
+                "clean-up failed; leases and the next start of the driver will do it",
+                what=what,
+                rollout_id=self._id,
+                error=repr(error),
+            )
+            self._record(Progress(f"releasing the {what} failed: {error}; its lease ends it"))
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    async def _retrying(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Repeat what failed for a passing reason, for as long as preparing may take (R51)."""
+        deadline = asyncio.get_running_loop().time() + self._order.limits.prepare_s
+        delay = _RETRY_FIRST_S
+        while True:
+            try:
+                return await work()
+            except (ResourceExhausted, Unavailable) as error:
+                wait = error.retry_after_s if error.retry_after_s is not None else delay
+                if asyncio.get_running_loop().time() + wait > deadline:
+                    raise
+                await asyncio.sleep(wait)
+                delay = min(2 * delay, _RETRY_MOST_S)
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._enter_phase(phase)
+
+    def _fail(self, failure: Failure) -> None:
+        self._outcome = with_failure(self._outcome, failure)
+
+
+def judge(
+    end: Exit, closing: GateClosing, done: AgentEvent | None, success_codes: list[int], phase: Phase
+) -> Failure | None:
+    """What the agent's end means: None for a success (R59).
+
+    An exhausted budget explains whatever the agent made of it, so it comes first; an answer that never came explains
+    a bad exit; an agent that itself says that it failed did, whatever its code.
+    """
+    if end.reason is ExitReason.SANDBOX_LOST:
+        return Failure(Cause.INFRASTRUCTURE, "SANDBOX_LOST", end.message or "the sandbox was lost", True, phase)
+    if end.reason is ExitReason.START_FAILED:
+        message = f"the agent could not be started: {end.message}"
+        return Failure(Cause.INFRASTRUCTURE, "AGENT_START_FAILED", message, False, phase)
+    if end.reason is ExitReason.KILLED:
+        return Failure(Cause.INFRASTRUCTURE, "AGENT_KILLED", "somebody killed the agent", True, phase)
+    if closing.exhausted_budget:
+        return Failure(Cause.BUDGET, "BUDGET_EXHAUSTED", f"used up: {closing.exhausted_budget}", False, phase)
+    if end.reason is ExitReason.TIMED_OUT:
+        return Failure(Cause.TIMEOUT, "AGENT_TIMED_OUT", f"after {end.duration_s:.1f} s", False, phase)
+    said_failed = done is not None and done.data.get("failed") is True
+    if end.reason is ExitReason.EXITED and end.code in success_codes and not said_failed:
+        return None
+    if closing.unanswered:
+        message = f"{closing.unanswered} of {closing.calls} model calls got no answer, and the agent gave up"
+        return Failure(Cause.MODEL, "MODEL_CALL_FAILED", message, True, phase)
+    if said_failed:
+        return Failure(Cause.AGENT, "AGENT_REPORTED_FAILURE", f"reason: {done.data.get('reason')}", False, phase)  # type: ignore[union-attr]
+    if end.reason is ExitReason.OOM:
+        return Failure(Cause.AGENT, "AGENT_OUT_OF_MEMORY", "the kernel killed the agent for memory", False, phase)
+    return Failure(Cause.AGENT, "AGENT_CRASHED", f"the agent ended badly: {_describe(end)}", False, phase)
+
+
+def failure_of(error: PenstockError, phase: Phase) -> Failure:
+    """An error of another service as a failure: infrastructure, retriable if the error itself is of passing kind."""
+    retriable = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or error.reason == "SANDBOX_LOST"
+    return Failure(Cause.INFRASTRUCTURE, error.reason, error.message, retriable, phase)
+
+
+def _describe(end: Exit) -> str:
+    if end.reason is ExitReason.EXITED:
+        return f"exit code {end.code}"
+    if end.reason is ExitReason.SIGNALED:
+        return f"signal {end.signal}"
+    return f"{end.reason.value.lower().replace('_', ' ')}{': ' if end.message else ''}{end.message}"

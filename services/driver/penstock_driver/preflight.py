@@ -1,0 +1,74 @@
+"""What can be known before a rollout is started: that the services answer, and that the backend can do what is asked.
+
+A shortfall is an error of the creating call, never a rollout that fails later for a reason that was known (R27, R46).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_driver.ports import BackendFacts, Gate, Sandboxes
+from penstock_driver.rollouts import RolloutOrder
+from penstock_driver.specs import Delivery
+
+FRESH_S: Final = 2.0
+"""How long an answer of the other services is believed: a burst of creations asks once."""
+
+
+class Preflight:
+    """Checks orders against what the sandbox service and the gate say."""
+
+    def __init__(self, sandboxes: Sandboxes, gate: Gate) -> None:
+        self._sandboxes = sandboxes
+        self._gate = gate
+        self._lock = asyncio.Lock()
+        self._backends: Sequence[BackendFacts] = ()
+        self._until = 0.0
+
+    async def check(self, order: RolloutOrder) -> None:
+        """Unavailable (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE); FailedPrecondition (BACKEND_UNKNOWN,
+        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT)."""
+        async with self._lock:
+            now = asyncio.get_running_loop().time()
+            if now >= self._until:
+                self._backends = await self._sandboxes.backends()
+                await self._gate.check()
+                self._until = now + FRESH_S
+        check_backend(order, self._backends)
+
+
+def check_backend(order: RolloutOrder, backends: Sequence[BackendFacts]) -> None:
+    """Whether the backend that the order means can do what the order needs."""
+    wanted = order.sandbox.backend
+    backend = next((item for item in backends if (item.name == wanted if wanted else item.is_default)), None)
+    known = ", ".join(item.name for item in backends) or "none"
+    if backend is None:
+        what = f"backend {wanted}" if wanted else "a default backend"
+        raise FailedPrecondition(f"the sandbox service has no {what}; it has: {known}", reason="BACKEND_UNKNOWN")
+    if not backend.available:
+        raise FailedPrecondition(
+            f"backend {backend.name} is not available: {backend.unavailable_reason}", reason="BACKEND_UNAVAILABLE"
+        )
+    spec = order.agent.spec
+    if spec.needs_root and not backend.root:
+        raise FailedPrecondition(
+            f"agent {spec.name} needs root in its sandbox, and backend {backend.name} has none",
+            reason="AGENT_NEEDS_ROOT",
+        )
+    missing = [
+        name
+        for name, is_there in (
+            ("one_endpoint", backend.one_endpoint),
+            ("fork", backend.forks),
+            ("toolboxes", backend.toolboxes),
+            ("stdin_stream", backend.stdin or spec.instruction.method is not Delivery.STDIN),
+        )
+        if not is_there
+    ]
+    if missing:
+        raise FailedPrecondition(
+            f"backend {backend.name} lacks what the rollout needs: {', '.join(missing)}", reason="CAPABILITY_MISSING"
+        )

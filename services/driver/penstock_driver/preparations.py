@@ -1,0 +1,181 @@
+"""What rollouts share: toolboxes installed and snapshots made once, whoever asks and however often.
+
+Invariants: concurrent requests for the same content share one piece of work (single-flight); a failure is given to
+those who waited for it and is not remembered; cancelling one who waits stops nothing while others wait, and the last
+one to leave stops the work. Snapshots are keyed by their whole order, so a group's rollouts share one by construction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_driver.launches import check_command
+from penstock_driver.ports import (
+    Command,
+    CommandReport,
+    PreparedSnapshot,
+    PreparedToolbox,
+    Sandboxes,
+    SandboxFacts,
+    SandboxTerms,
+    SnapshotOrder,
+)
+from penstock_driver.rollouts import Cause, Phase, RolloutOrder, failed
+
+CHECK_TIMEOUT_S: Final = 120.0
+"""For an agent's check command: a native program's first start reads hundreds of megabytes."""
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class SingleFlight(Generic[K, V]):
+    """Results of work by key; the work for a key runs once at a time, and its result is kept until forgotten."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[K, asyncio.Task[V]] = {}
+        self._waiting: dict[K, int] = {}
+
+    async def get(self, key: K, work: Callable[[], Awaitable[V]]) -> V:
+        """The result of `work`, run now if nobody has."""
+        task = self._tasks.get(key)
+        if task is None:
+            task = self._tasks[key] = asyncio.ensure_future(_run(work))
+            task.add_done_callback(lambda done: self._drop_failed(key, done))
+        self._waiting[key] = self._waiting.get(key, 0) + 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key]
+                if not task.done():
+                    self._tasks.pop(key, None)
+                    task.cancel()
+
+    def forget(self, key: K) -> None:
+        """Drop a finished result, so that the next one who asks has the work done again."""
+        task = self._tasks.get(key)
+        if task is not None and task.done():
+            del self._tasks[key]
+
+    def _drop_failed(self, key: K, task: asyncio.Task[V]) -> None:
+        if (task.cancelled() or task.exception()) and self._tasks.get(key) is task:
+            del self._tasks[key]
+
+
+async def _run(work: Callable[[], Awaitable[V]]) -> V:
+    return await work()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a rollout is forked from; `reports` are the outcomes of the task's setup commands."""
+
+    toolbox: PreparedToolbox
+    snapshot_id: str
+    reports: tuple[CommandReport, ...]
+
+
+class SetupFailed(Exception):
+    """A setup command failed, at `reports[-1]`; with no reports it was the agent's own check command."""
+
+    def __init__(self, message: str, reports: tuple[CommandReport, ...], check: CommandReport | None) -> None:
+        super().__init__(message)
+        self.reports = reports
+        self.check = check
+
+
+class Preparations:
+    """Toolboxes, base facts and snapshots, each made once."""
+
+    def __init__(self, sandboxes: Sandboxes) -> None:
+        self._sandboxes = sandboxes
+        self._toolboxes: SingleFlight[tuple[str, str, str], PreparedToolbox] = SingleFlight()
+        self._bases: SingleFlight[SandboxTerms, SandboxFacts] = SingleFlight()
+        self._snapshots: SingleFlight[tuple[str, str, str], Prepared] = SingleFlight()
+
+    async def get(self, order: RolloutOrder, key: str, *, again: bool = False) -> Prepared:
+        """The state that `order` starts from; `key` is the digest of what its setup depends on.
+
+        `again` forgets what was made before: the sandbox service does not know it any more. SetupFailed when a setup
+        command or the agent's check failed; TimeoutError after the limits of the order that began the work.
+        """
+        spec = order.agent.spec
+        toolbox_key = (spec.name, order.agent.sha256, order.sandbox.backend)
+        snapshot_key = (order.agent.sha256, order.sandbox.backend, key)
+        if again:
+            self._toolboxes.forget(toolbox_key)
+            self._snapshots.forget(snapshot_key)
+
+        async def make() -> Prepared:
+            async with asyncio.timeout(order.limits.prepare_s):
+                toolbox = await self._toolboxes.get(
+                    toolbox_key, lambda: self._sandboxes.prepare_toolbox(spec.name, spec.toolbox, order.sandbox.backend)
+                )
+                facts = await self._bases.get(order.sandbox, lambda: self._facts(order.sandbox))
+            async with asyncio.timeout(order.limits.prepare_s + order.limits.setup_s):
+                return await self._snapshot(order, toolbox, facts)
+
+        return await self._snapshots.get(snapshot_key, make)
+
+    async def _facts(self, terms: SandboxTerms) -> SandboxFacts:
+        """Home and working directory of a base: they are the sandbox's, never guessed (R45)."""
+        facts = await self._sandboxes.create(terms, 60.0, {})
+        await self._sandboxes.delete(facts.sandbox_id)
+        return facts
+
+    async def _snapshot(self, order: RolloutOrder, toolbox: PreparedToolbox, facts: SandboxFacts) -> Prepared:
+        task, spec = order.task, order.agent.spec
+        check = check_command(spec, home=facts.home, workdir=facts.workdir, toolbox=toolbox.mount_path)
+        checks = [Command(argv=check, timeout_s=CHECK_TIMEOUT_S)] if check else []
+        snapshot_order = SnapshotOrder(
+            terms=order.sandbox,
+            toolbox_ids=(toolbox.toolbox_id,),
+            files=task.files,
+            setup=(*checks, *setup_commands(order)),
+        )
+        reports: list[CommandReport] = []
+        try:
+            async for step in self._sandboxes.prepare_snapshot(snapshot_order):
+                if isinstance(step, PreparedSnapshot):
+                    return Prepared(toolbox, step.snapshot_id, _of_task(reports, len(checks)))
+                reports.append(step)
+        except FailedPrecondition as error:
+            if error.reason != "SETUP_FAILED":
+                raise
+            is_check = bool(checks) and len(reports) <= 1
+            raise SetupFailed(
+                error.message, _of_task(reports, len(checks)), reports[0] if is_check and reports else None
+            ) from error
+        raise failed(
+            Cause.INFRASTRUCTURE,
+            "SNAPSHOT_MISSING",
+            "the sandbox service ended the preparation without a snapshot",
+            Phase.PREPARING,
+            retriable=True,
+        )
+
+
+def setup_commands(order: RolloutOrder) -> tuple[Command, ...]:
+    """The task's setup commands with the task's environment, each bounded by the setup limit."""
+    limit = order.limits.setup_s
+    return tuple(
+        Command(
+            argv=command.argv,
+            shell=command.shell,
+            env={**order.task.env, **command.env},
+            secret_env=command.secret_env,
+            cwd=command.cwd,
+            timeout_s=limit if command.timeout_s is None else min(limit, command.timeout_s),
+        )
+        for command in order.task.setup
+    )
+
+
+def _of_task(reports: list[CommandReport], checks: int) -> tuple[CommandReport, ...]:
+    return tuple(CommandReport(report.index - checks, report.result) for report in reports if report.index >= checks)

@@ -1,0 +1,228 @@
+"""A rollout: what defines it, where it stands, how it ends, and the events that tell it.
+
+Plain data and one small state machine. Invariants: phases only move forward and ENDED is reached exactly once; an
+outcome without a failure means that the agent ended by itself with a success code and that the verifier, if there is
+one, gave a reward; "not graded" is `reward is None`, never zero (R74).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum, StrEnum
+from typing import TypeAlias
+
+from penstock_driver.events import AgentEvent
+from penstock_driver.launches import AgentChoice, FileToWrite
+from penstock_driver.ports import Command, Exit, SandboxTerms
+from penstock_driver.registry import Agent
+
+
+class Phase(IntEnum):
+    """Where a rollout stands, in order; a phase may be passed over."""
+
+    QUEUED = 1
+    PREPARING = 2
+    CONFIGURING = 3
+    SETTING_UP = 4
+    RUNNING = 5
+    VERIFYING = 6
+    COLLECTING = 7
+    ENDED = 8
+
+
+class Cause(StrEnum):
+    """Whose fault a failure is."""
+
+    INFRASTRUCTURE = "INFRASTRUCTURE"
+    TASK = "TASK"
+    AGENT = "AGENT"
+    TIMEOUT = "TIMEOUT"
+    BUDGET = "BUDGET"
+    VERIFIER = "VERIFIER"
+    MODEL = "MODEL"
+    CANCELLED = "CANCELLED"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a rollout did not complete; `reason` is stable and UPPER_SNAKE, `message` is for people."""
+
+    cause: Cause
+    reason: str
+    message: str
+    retriable: bool
+    phase: Phase
+
+    @property
+    def is_gradable(self) -> bool:
+        """Whether what the agent left may still be graded: the policy acted, and was cut off or crashed."""
+        return self.cause in (Cause.AGENT, Cause.TIMEOUT, Cause.BUDGET)
+
+
+class RolloutFailed(Exception):
+    """Ends a rollout's course; carries the failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.reason)
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """Finite and in [range_min, range_max]."""
+
+    value: float
+    range_min: float
+    range_max: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentExit:
+    """The end of the agent's process and the last lines of its standard error."""
+
+    exit: Exit
+    stderr_tail: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a rollout ended."""
+
+    failure: Failure | None = None
+    reward: Reward | None = None
+    agent_exit: AgentExit | None = None
+
+    def is_result(self, verified: bool) -> bool:
+        """Whether a group counts it: it has a reward or, where there is no verifier, it completed."""
+        return self.reward is not None if verified else self.failure is None
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """How a reward is made, after the agent and all that it started are dead."""
+
+    commands: tuple[Command, ...]
+    files: tuple[FileToWrite, ...] = ()
+    reward_by_file: bool = False
+    range_min: float = 0.0
+    range_max: float = 1.0
+    command_timeout_s: float = 120.0
+    fresh_fork: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the agent shall do; `files` are put into the working directory before setup."""
+
+    task_id: str
+    instruction: str
+    files: tuple[FileToWrite, ...] = ()
+    setup: tuple[Command, ...] = ()
+    verifier: Verifier | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long each part may take, in seconds."""
+
+    prepare_s: float = 900.0
+    setup_s: float = 300.0
+    agent_s: float = 900.0
+    verify_s: float = 600.0
+
+    @property
+    def sandbox_s(self) -> float:
+        """How long a sandbox may be needed: all that happens in it, and a margin for the calls between (R61)."""
+        return self.agent_s + self.verify_s + 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOrder:
+    """Everything that the driver needs to run one rollout; `gate_terms` as in `ports.GateOrder`."""
+
+    agent: Agent
+    choice: AgentChoice
+    task: Task
+    limits: Limits
+    sandbox: SandboxTerms
+    gate_terms: bytes = field(repr=False)
+    run_id: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+# Events ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseChanged:
+    """The rollout entered a phase."""
+
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class CommandFinished:
+    """A setup or verifier command ended; the tails are the last 4 KiB of each output."""
+
+    phase: Phase
+    index: int
+    command: Command
+    exit: Exit
+    stdout_tail: bytes
+    stderr_tail: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactCollected:
+    """A file that was fetched."""
+
+    name: str
+    content: bytes
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A line about work that goes on, for people."""
+
+    message: str
+
+
+Happening: TypeAlias = PhaseChanged | CommandFinished | AgentEvent | ArtifactCollected | Progress | Outcome
+
+
+@dataclass(slots=True)
+class Course:
+    """Where a rollout stands: the state machine, with the time spent in each phase."""
+
+    phase: Phase = Phase.QUEUED
+    entered: float = field(default_factory=time.monotonic)
+    seconds: dict[Phase, float] = field(default_factory=dict)
+
+    def enter(self, phase: Phase) -> None:
+        """Move forward; ValueError for a move that is none."""
+        if phase <= self.phase:
+            raise ValueError(f"a rollout does not go from {self.phase.name} to {phase.name}")
+        now = time.monotonic()
+        self.seconds[self.phase] = now - self.entered
+        self.phase, self.entered = phase, now
+
+    def times(self) -> dict[Phase, float]:
+        """Seconds in each phase so far, the present one included."""
+        if self.phase is Phase.ENDED:
+            return dict(self.seconds)
+        return self.seconds | {self.phase: time.monotonic() - self.entered}
+
+
+def failed(cause: Cause, reason: str, message: str, phase: Phase, *, retriable: bool = False) -> RolloutFailed:
+    """The exception that ends a rollout."""
+    return RolloutFailed(Failure(cause, reason, message, retriable, phase))
+
+
+def with_failure(outcome: Outcome, failure: Failure) -> Outcome:
+    """The outcome with a failure, unless it has one: the first cause stays (R49)."""
+    return outcome if outcome.failure else replace(outcome, failure=failure)

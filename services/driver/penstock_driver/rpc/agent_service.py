@@ -1,0 +1,95 @@
+"""AgentService: the registry of agents over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from penstock.driver.v1 import agent_service_pb2, agent_service_pb2_grpc
+from penstock_chassis.errors import InvalidArgument, PenstockError, Violation
+from penstock_driver.launches import check_command
+from penstock_driver.ports import Command, CommandReport, Sandboxes, SandboxTerms, SnapshotOrder
+from penstock_driver.preparations import CHECK_TIMEOUT_S
+from penstock_driver.registry import AgentRegistry
+from penstock_driver.rpc.agents import agent_to_proto, spec_from_proto
+from penstock_driver.rpc.paging import page_size, page_token
+
+_PROGRESS: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_PROGRESS
+_OK: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_OK
+_FAILED: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_FAILED
+
+
+class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
+    """See agent_service.proto."""
+
+    def __init__(self, registry: AgentRegistry, sandboxes: Sandboxes) -> None:
+        self._registry = registry
+        self._sandboxes = sandboxes
+
+    async def ListAgents(  # noqa: N802
+        self, request: agent_service_pb2.ListAgentsRequest, context: Any
+    ) -> agent_service_pb2.ListAgentsResponse:
+        """By name."""
+        size, after = page_size(request.page_size), page_token(request.page_token)
+        agents = self._registry.agents()[after : after + size + 1]
+        return agent_service_pb2.ListAgentsResponse(
+            agents=[agent_to_proto(agent) for agent in agents[:size]],
+            next_page_token=str(after + size) if len(agents) > size else "",
+        )
+
+    async def GetAgent(  # noqa: N802
+        self, request: agent_service_pb2.GetAgentRequest, context: Any
+    ) -> agent_service_pb2.GetAgentResponse:
+        """The newest version, or the one that is named."""
+        agent = self._registry.get(request.name, request.spec_sha256)
+        return agent_service_pb2.GetAgentResponse(agent=agent_to_proto(agent))
+
+    async def RegisterAgent(  # noqa: N802
+        self, request: agent_service_pb2.RegisterAgentRequest, context: Any
+    ) -> agent_service_pb2.RegisterAgentResponse:
+        """Checks the spec and keeps it."""
+        if not request.HasField("spec"):
+            raise InvalidArgument("spec is required", reason="SPEC_INVALID", violations=[Violation("spec", "required")])
+        agent = await self._registry.register(spec_from_proto(request.spec))
+        return agent_service_pb2.RegisterAgentResponse(agent=agent_to_proto(agent))
+
+    async def DeleteAgent(  # noqa: N802
+        self, request: agent_service_pb2.DeleteAgentRequest, context: Any
+    ) -> agent_service_pb2.DeleteAgentResponse:
+        """Idempotent."""
+        await self._registry.delete(request.name)
+        return agent_service_pb2.DeleteAgentResponse()
+
+    async def CheckAgent(  # noqa: N802
+        self, request: agent_service_pb2.CheckAgentRequest, context: Any
+    ) -> AsyncIterator[agent_service_pb2.CheckAgentResponse]:
+        """Installs the agent and runs its check command in a sandbox of its own."""
+        spec = self._registry.get(request.name).spec
+        terms, step = SandboxTerms(backend=request.backend), "install"
+        try:
+            yield _finding(step, _PROGRESS, f"installing {spec.name} {spec.version}")
+            toolbox = await self._sandboxes.prepare_toolbox(spec.name, spec.toolbox, request.backend)
+            yield _finding(step, _OK, f"installed at {toolbox.mount_path}")
+            step = "start"
+            base = await self._sandboxes.create(terms, CHECK_TIMEOUT_S, {})
+            await self._sandboxes.delete(base.sandbox_id)
+            argv = check_command(spec, home=base.home, workdir=base.workdir, toolbox=toolbox.mount_path)
+            if not argv:
+                yield _finding(step, _OK, "the agent has no check command")
+                return
+            command = Command(argv=argv, timeout_s=CHECK_TIMEOUT_S)
+            order = SnapshotOrder(terms, (toolbox.toolbox_id,), (), (command,))
+            output = "it answered before"
+            async for event in self._sandboxes.prepare_snapshot(order):
+                if isinstance(event, CommandReport):
+                    result = event.result
+                    output = (result.stdout or result.stderr)[:500].decode("utf-8", "replace").strip()
+            yield _finding(step, _OK, output)
+        except PenstockError as error:
+            yield _finding(step, _FAILED, error.message)
+
+
+def _finding(
+    step: str, outcome: agent_service_pb2.CheckAgentResponse.Outcome.ValueType, message: str
+) -> agent_service_pb2.CheckAgentResponse:
+    return agent_service_pb2.CheckAgentResponse(step=step, outcome=outcome, message=message)

@@ -1,0 +1,90 @@
+"""The gate, as the driver uses it: `ports.Gate` over gRPC, and the capture for those who read trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Final
+
+import grpc
+
+from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2, rollout_gate_service_pb2_grpc
+from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis.channel import typed_errors
+from penstock_chassis.errors import NotFound, Unavailable
+from penstock_driver.ports import GateClosing, GateOpening, GateOrder
+from penstock_driver.rpc.values import DIALECTS, dialect_from_proto
+
+CALL_S: Final = 60.0
+_PROBE_S: Final = 5.0
+
+
+class GrpcGate:
+    """Speaks to one interception service over a channel that somebody else owns."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._gate = rollout_gate_service_pb2_grpc.RolloutGateServiceStub(channel)
+
+    async def check(self) -> None:
+        """See ports.Gate."""
+        try:
+            with typed_errors():
+                request = rollout_gate_service_pb2.ListRolloutsRequest(page_size=1, open_only=True)
+                await self._gate.ListRollouts(request, timeout=_PROBE_S)
+        except Unavailable as error:
+            message = f"the interception service cannot be reached: {error.message}"
+            raise Unavailable(message, reason="INTERCEPTION_UNREACHABLE", retry_after_s=1.0) from error
+
+    async def open(self, order: GateOrder) -> GateOpening:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.OpenRolloutRequest()
+        request.MergeFromString(order.terms)
+        request.request_id = order.rollout_id
+        request.rollout_id = order.rollout_id
+        if order.group_id is not None:
+            request.group_id = order.group_id
+        if order.group_index is not None:
+            request.group_index = order.group_index
+        if order.task_id:
+            request.task_id = order.task_id
+        request.dialects.extend(DIALECTS[dialect] for dialect in order.dialects)
+        request.hints.CopyFrom(
+            interception_pb2.CallHints(
+                title_system_prompts=order.title_system_prompts,
+                compaction_system_prompts=order.compaction_system_prompts,
+                session_headers=order.session_headers,
+                volatile_line_patterns=order.volatile_line_patterns,
+            )
+        )
+        request.labels.update(order.labels)
+        with typed_errors():
+            answer = await self._gate.OpenRollout(request, timeout=CALL_S)
+        return GateOpening(
+            ingress_address=answer.ingress_address,
+            base_paths={dialect_from_proto(item.dialect): item.base_path for item in answer.endpoints},
+            token=answer.token,
+            model_name=answer.rollout.model_name,
+        )
+
+    async def close(self, rollout_id: str, reason: str) -> GateClosing:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.CloseRolloutRequest(rollout_id=rollout_id, reason=reason)
+        try:
+            with typed_errors():
+                answer = await self._gate.CloseRollout(request, timeout=CALL_S)
+        except NotFound:
+            return GateClosing()
+        totals = answer.rollout.totals
+        return GateClosing(answer.rollout.exhausted_budget, totals.calls, totals.failed + totals.expired)
+
+    async def delete(self, rollout_id: str) -> None:
+        """See ports.Gate."""
+        request = rollout_gate_service_pb2.DeleteRolloutRequest(rollout_id=rollout_id)
+        with typed_errors():
+            await self._gate.DeleteRollout(request, timeout=CALL_S)
+
+    async def capture(self, rollout_id: str, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
+        """The rollout's trajectory as the gate has it, in fragments; NotFound (ROLLOUT_UNKNOWN)."""
+        request = rollout_gate_service_pb2.GetCaptureRequest(rollout_id=rollout_id, include_bodies=include_bodies)
+        with typed_errors():
+            async for answer in self._gate.GetCapture(request):
+                yield answer.trajectory

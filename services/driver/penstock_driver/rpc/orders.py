@@ -1,0 +1,297 @@
+"""A client's RolloutSpec, checked, as an order for the domain; and the same spec as it is shown and kept.
+
+Everything that can be wrong is found here, before anything is started, and told by field and reason. What is kept and
+shown has the defaults filled in, and no upstream key, no value of a secret environment and no content of a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.driver.v1 import rollout_pb2
+from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
+from penstock.sandbox.v1 import process_service_pb2, sandbox_service_pb2
+from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_driver.launches import AgentChoice, FileToWrite, McpServer, check_choice
+from penstock_driver.ports import Command, SandboxTerms
+from penstock_driver.registry import AgentRegistry
+from penstock_driver.rollouts import Limits, RolloutOrder, Task, Verifier
+from penstock_driver.rpc.values import (
+    command_from_proto,
+    duration_to_seconds,
+    seconds_to_duration,
+    seed_from_proto,
+    struct_to_dict,
+)
+
+MAX_INSTRUCTION_BYTES: Final = 1 << 20
+MAX_FILE_BYTES: Final = 16 << 20
+MAX_COMMANDS: Final = 1000
+MAX_LIMIT_S: Final = 7 * 86400.0
+_LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
+_LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9._/-]{0,128}")
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_RESERVED_LABEL: Final = "penstock_"
+
+
+class _Findings:
+    """The violations of one request, as they are found."""
+
+    def __init__(self) -> None:
+        self.violations: list[Violation] = []
+
+    def add(self, field: str, description: str) -> None:
+        self.violations.append(Violation(field, description))
+
+    def raise_if_any(self) -> None:
+        if self.violations:
+            summary = "; ".join(f"{item.field}: {item.description}" for item in self.violations[:5])
+            raise InvalidArgument(summary, reason="ROLLOUT_INVALID", violations=self.violations)
+
+
+def order_from_proto(spec: rollout_pb2.RolloutSpec, registry: AgentRegistry) -> RolloutOrder:
+    """The order; InvalidArgument with every wrong field, NotFound (AGENT_UNKNOWN)."""
+    found = _Findings()
+    if not spec.HasField("task"):
+        found.add("spec.task", "is required")
+    if not spec.agent.name:
+        found.add("spec.agent.name", "is required")
+    if spec.mode not in interception_pb2.Mode.values()[1:]:
+        found.add("spec.mode", "is required: MODE_BLACK_BOX, MODE_TRANSPARENT_PROXY or MODE_INTERCEPTION_GATE")
+    found.raise_if_any()
+    agent = registry.get(spec.agent.name, spec.agent.spec_sha256)
+    task = _task(spec.task, found)
+    limits = _limits(spec.limits, agent.spec.default_timeout_s, found)
+    _check_labels(spec, found)
+    _check_source(spec, found)
+    resources = spec.sandbox.resources
+    for name in ("cpu", "memory_bytes", "pids", "disk_bytes"):
+        value = getattr(resources, name) if resources.HasField(name) else None
+        if value is not None and not (math.isfinite(value) and value > 0):
+            found.add(f"spec.sandbox.resources.{name}", "expected a positive number")
+    found.raise_if_any()
+    choice = AgentChoice(
+        options=struct_to_dict(spec.agent.options),
+        skip_permissions=spec.agent.skip_permissions,
+        mcp_servers=tuple(_server(server) for server in spec.agent.mcp_servers),
+        seed=spec.seed if spec.HasField("seed") else None,
+    )
+    check_choice(agent.spec, choice, task.instruction)
+    return RolloutOrder(
+        agent=agent,
+        choice=choice,
+        task=task,
+        limits=limits,
+        sandbox=SandboxTerms(
+            backend=spec.sandbox.backend,
+            image=spec.sandbox.image,
+            cpu=resources.cpu if resources.HasField("cpu") else None,
+            memory_bytes=resources.memory_bytes if resources.HasField("memory_bytes") else None,
+            pids=resources.pids if resources.HasField("pids") else None,
+            disk_bytes=resources.disk_bytes if resources.HasField("disk_bytes") else None,
+            setup_network=spec.sandbox.setup_network.SerializeToString(deterministic=True)
+            if spec.sandbox.HasField("setup_network")
+            else b"",
+        ),
+        gate_terms=_gate_terms(spec).SerializeToString(),
+        run_id=spec.run_id if spec.HasField("run_id") else None,
+        labels=dict(spec.labels),
+    )
+
+
+def as_applied(spec: rollout_pb2.RolloutSpec, order: RolloutOrder) -> rollout_pb2.RolloutSpec:
+    """The spec to keep and to show."""
+    shown = rollout_pb2.RolloutSpec()
+    shown.CopyFrom(spec)
+    shown.agent.spec_sha256 = order.agent.sha256
+    for option in order.agent.spec.options:
+        if option.default is not None and option.name not in shown.agent.options:
+            shown.agent.options[option.name] = option.default
+    if shown.source.upstream.HasField("caller"):
+        shown.source.upstream.caller.api_key = ""
+    for server in shown.agent.mcp_servers:
+        for name in list(server.stdio.secret_env) if server.HasField("stdio") else ():
+            server.stdio.secret_env[name] = ""
+    verifier = shown.task.verifier
+    for file in [*shown.task.files, *verifier.files]:
+        file.content = b""
+    for command in [*shown.task.setup, *verifier.commands]:
+        for name in list(command.secret_env):
+            command.secret_env[name] = ""
+    for name in ("prepare", "setup", "agent", "verify"):
+        getattr(shown.limits, name).CopyFrom(seconds_to_duration(getattr(order.limits, f"{name}_s")))
+    if order.task.verifier:
+        verifier.range_min, verifier.range_max = order.task.verifier.range_min, order.task.verifier.range_max
+        verifier.command_timeout.CopyFrom(seconds_to_duration(order.task.verifier.command_timeout_s))
+    return shown
+
+
+def preparation_key(spec: rollout_pb2.RolloutSpec) -> str:
+    """A digest of all that a rollout's prepared state depends on beside its agent: equal keys share it."""
+    relevant = rollout_pb2.RolloutSpec(
+        task=rollout_pb2.Task(
+            files=spec.task.files, setup=spec.task.setup, env=spec.task.env if spec.task.setup else {}
+        ),
+        sandbox=spec.sandbox,
+        limits=rollout_pb2.Limits(setup=spec.limits.setup if spec.limits.HasField("setup") else None),
+    )
+    return hashlib.sha256(relevant.SerializeToString(deterministic=True)).hexdigest()
+
+
+def _gate_terms(spec: rollout_pb2.RolloutSpec) -> rollout_gate_service_pb2.OpenRolloutRequest:
+    request = rollout_gate_service_pb2.OpenRolloutRequest(mode=spec.mode)
+    if spec.HasField("source"):
+        request.source.CopyFrom(spec.source)
+    if spec.HasField("budgets"):
+        request.budgets.CopyFrom(spec.budgets)
+    if spec.HasField("policy"):
+        request.policy.CopyFrom(spec.policy)
+    if spec.HasField("run_id"):
+        request.run_id = spec.run_id
+    if spec.HasField("sampling_override"):
+        request.sampling_override.CopyFrom(spec.sampling_override)
+    return request
+
+
+def _task(task: rollout_pb2.Task, found: _Findings) -> Task:
+    size = len(task.instruction.encode())
+    if not task.instruction.strip():
+        found.add("spec.task.instruction", "is required")
+    if size > MAX_INSTRUCTION_BYTES:
+        found.add("spec.task.instruction", f"has {size} bytes, at most {MAX_INSTRUCTION_BYTES} are taken")
+    if len(task.task_id) > 256:
+        found.add("spec.task.task_id", "expected at most 256 characters")
+    _check_variables(task.env, "spec.task.env", found)
+    return Task(
+        task_id=task.task_id,
+        instruction=task.instruction,
+        files=_files(task.files, "spec.task.files", found),
+        setup=_commands(task.setup, "spec.task.setup", found),
+        verifier=_verifier(task.verifier, found) if task.HasField("verifier") else None,
+        env=dict(task.env),
+    )
+
+
+def _verifier(verifier: rollout_pb2.Verifier, found: _Findings) -> Verifier:
+    here = "spec.task.verifier"
+    if not verifier.commands:
+        found.add(f"{here}.commands", "at least one is required")
+    kind = verifier.WhichOneof("reward")
+    if kind is None:
+        found.add(f"{here}.reward", "is required: reward_file or passed_share")
+    low = verifier.range_min if verifier.HasField("range_min") else 0.0
+    high = verifier.range_max if verifier.HasField("range_max") else 1.0
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        found.add(f"{here}.range_max", "expected finite numbers, range_min below range_max")
+    if verifier.fresh_fork:
+        found.add(f"{here}.fresh_fork", "grading in a fresh fork is not available yet: leave it unset")
+    default = Verifier(commands=()).command_timeout_s
+    return Verifier(
+        commands=_commands(verifier.commands, f"{here}.commands", found),
+        files=_files(verifier.files, f"{here}.files", found),
+        reward_by_file=kind == "reward_file",
+        range_min=low,
+        range_max=high,
+        command_timeout_s=_seconds(verifier, "command_timeout", default, here, found),
+    )
+
+
+def _commands(commands: Iterable[process_service_pb2.Command], where: str, found: _Findings) -> tuple[Command, ...]:
+    result = []
+    for index, wire in enumerate(commands):
+        here = f"{where}[{index}]"
+        command = command_from_proto(wire)
+        if bool(command.argv) == bool(command.shell.strip()):
+            found.add(f"{here}.command", "expected an argv that is not empty, or a shell text")
+        if any("\0" in part for part in (*command.argv, command.shell, command.cwd)):
+            found.add(here, "NUL is not allowed")
+        if command.timeout_s is not None and not 0 < command.timeout_s <= MAX_LIMIT_S:
+            found.add(f"{here}.timeout", "expected more than 0 and at most 7 days")
+        _check_variables(command.env, f"{here}.env", found)
+        _check_variables(command.secret_env, f"{here}.secret_env", found)
+        result.append(command)
+    if len(result) > MAX_COMMANDS:
+        found.add(where, f"at most {MAX_COMMANDS} commands")
+    return tuple(result)
+
+
+def _files(files: Iterable[sandbox_service_pb2.SeedFile], where: str, found: _Findings) -> tuple[FileToWrite, ...]:
+    result = []
+    for index, wire in enumerate(files):
+        here, file = f"{where}[{index}]", seed_from_proto(wire)
+        if not file.path or "\0" in file.path or ".." in file.path.split("/") or file.path.endswith("/"):
+            found.add(f"{here}.path", "expected the path of a file, without '..'")
+        if len(file.content) > MAX_FILE_BYTES:
+            found.add(f"{here}.content", f"at most {MAX_FILE_BYTES} bytes")
+        if not 0 <= file.mode <= 0o777:
+            found.add(f"{here}.mode", "expected permission bits, 0 to 0777")
+        result.append(file)
+    return tuple(result)
+
+
+def _limits(limits: rollout_pb2.Limits, agent_default_s: float, found: _Findings) -> Limits:
+    default, here = Limits(agent_s=agent_default_s), "spec.limits"
+    return Limits(
+        prepare_s=_seconds(limits, "prepare", default.prepare_s, here, found),
+        setup_s=_seconds(limits, "setup", default.setup_s, here, found),
+        agent_s=_seconds(limits, "agent", default.agent_s, here, found),
+        verify_s=_seconds(limits, "verify", default.verify_s, here, found),
+    )
+
+
+def _seconds(
+    message: rollout_pb2.Limits | rollout_pb2.Verifier, name: str, default: float, where: str, found: _Findings
+) -> float:
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return default
+    value: Duration = getattr(message, name)
+    seconds = duration_to_seconds(value)
+    if not 0 < seconds <= MAX_LIMIT_S:
+        found.add(f"{where}.{name}", "expected more than 0 and at most 7 days")
+    return seconds
+
+
+def _check_labels(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:
+    for label, value in spec.labels.items():
+        if not _LABEL.fullmatch(label) or not _LABEL_VALUE.fullmatch(value):
+            found.add(
+                f"spec.labels.{label[:80]}", "keys and values are letters, digits and . _ / -, at most 63 and 128"
+            )
+        if label.startswith(_RESERVED_LABEL):
+            found.add(f"spec.labels.{label[:80]}", f"labels that begin with {_RESERVED_LABEL} are the service's own")
+    if spec.HasField("run_id") and not _LABEL.fullmatch(spec.run_id):
+        found.add("spec.run_id", "expected 1 to 63 letters, digits and . _ / -")
+
+
+def _check_source(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:
+    source, upstream = spec.source, spec.source.upstream
+    kind = source.WhichOneof("source")
+    if kind == "upstream" and upstream.WhichOneof("endpoint") is None:
+        found.add("spec.source.upstream.endpoint", "is required: the name of an endpoint, or the caller's own")
+    if upstream.HasField("caller"):
+        key = upstream.caller.api_key
+        if key and (not key.strip() or key != key.strip() or not key.isascii() or not key.isprintable()):
+            found.add("spec.source.upstream.caller.api_key", "expected printable ASCII without whitespace around it")
+    if spec.mode == interception_pb2.MODE_BLACK_BOX and kind != "upstream":
+        found.add("spec.source", "black box mode needs an upstream, which answers the agent")
+    if kind == "tokenizer" and spec.mode != interception_pb2.MODE_INTERCEPTION_GATE:
+        found.add("spec.source.tokenizer", "only in gate mode: nobody else would answer")
+
+
+def _check_variables(variables: Mapping[str, str], where: str, found: _Findings) -> None:
+    for name, value in variables.items():
+        if not _VARIABLE.fullmatch(name):
+            found.add(f"{where}.{name[:80]}", "is not the name of an environment variable")
+        if "\0" in value:
+            found.add(f"{where}.{name[:80]}", "NUL is not allowed")
+
+
+def _server(server: rollout_pb2.McpServer) -> McpServer:
+    stdio = server.stdio
+    return McpServer(server.name, tuple(stdio.args), dict(stdio.env), dict(stdio.secret_env), server.url)

@@ -1,0 +1,169 @@
+"""What clients see: rollouts, groups, events and outcomes of the domain as protos."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from penstock.driver.v1 import rollout_pb2
+from penstock.trajectory.v1 import trajectory_pb2
+from penstock_driver.events import AgentEvent
+from penstock_driver.records import GroupRecord, Record
+from penstock_driver.rollouts import (
+    ArtifactCollected,
+    Cause,
+    CommandFinished,
+    Failure,
+    Happening,
+    Outcome,
+    Phase,
+    PhaseChanged,
+    Progress,
+    Reward,
+)
+from penstock_driver.rpc.agents import EVENT_KINDS
+from penstock_driver.rpc.values import command_to_proto, exit_to_proto, seconds_to_duration, timestamp
+
+PHASES: Final = {phase: rollout_pb2.Phase.Value(f"PHASE_{phase.name}") for phase in Phase}
+CAUSES: Final = {cause: rollout_pb2.FailureCause.Value(f"FAILURE_CAUSE_{cause.value}") for cause in Cause}
+
+
+def encode_event(rollout_id: str, sequence: int, time: float, event: Happening) -> bytes:
+    """An event as it is kept and sent: a serialised RolloutEvent."""
+    wire = rollout_pb2.RolloutEvent(sequence=sequence, rollout_id=rollout_id, time=timestamp(time))
+    match event:
+        case PhaseChanged():
+            wire.phase_changed.phase = PHASES[event.phase]
+        case AgentEvent():
+            wire.agent_event.kind = EVENT_KINDS[event.kind]
+            wire.agent_event.data.update(event.data)
+            wire.agent_event.raw_line = event.raw_line
+        case CommandFinished():
+            wire.command_finished.CopyFrom(
+                rollout_pb2.CommandFinished(
+                    phase=PHASES[event.phase],
+                    index=event.index,
+                    command=command_to_proto(event.command, with_secrets=False),
+                    exit=exit_to_proto(event.exit),
+                    stdout_tail=event.stdout_tail,
+                    stderr_tail=event.stderr_tail,
+                )
+            )
+        case ArtifactCollected():
+            wire.artifact.CopyFrom(
+                rollout_pb2.ArtifactCollected(
+                    name=event.name,
+                    content=event.content,
+                    truncated=event.size_bytes > len(event.content),
+                    size_bytes=event.size_bytes,
+                )
+            )
+        case Progress():
+            wire.progress.message = event.message
+        case Outcome():
+            wire.ended.CopyFrom(outcome_to_proto(event))
+    return wire.SerializeToString()
+
+
+def encode_outcome(outcome: Outcome) -> bytes:
+    """An outcome as it is kept: a serialised Outcome."""
+    return outcome_to_proto(outcome).SerializeToString()
+
+
+def outcome_to_proto(outcome: Outcome) -> rollout_pb2.Outcome:
+    """How a rollout ended."""
+    wire = rollout_pb2.Outcome()
+    if outcome.failure:
+        wire.failure.CopyFrom(_failure(outcome.failure))
+    if outcome.reward:
+        wire.reward.CopyFrom(_reward(outcome.reward))
+    if outcome.agent_exit:
+        wire.agent_exit.exit.CopyFrom(exit_to_proto(outcome.agent_exit.exit))
+        wire.agent_exit.stderr_tail = outcome.agent_exit.stderr_tail
+    return wire
+
+
+def rollout_to_proto(record: Record) -> rollout_pb2.Rollout:
+    """A rollout as it stands."""
+    wire = rollout_pb2.Rollout(
+        rollout_id=record.rollout_id,
+        group_id=record.group_id,
+        index=record.index,
+        phase=PHASES[record.phase],
+        create_time=timestamp(record.create_time),
+        phase_times=[
+            rollout_pb2.PhaseTime(phase=PHASES[phase], duration=seconds_to_duration(seconds))
+            for phase, seconds in sorted(record.phase_times.items())
+        ],
+        agent_spec_sha256=record.agent_sha256,
+        fork_kind=record.fork_kind,  # type: ignore[arg-type]
+        last_sequence=record.last_sequence,
+    )
+    wire.spec.MergeFromString(record.spec)
+    if record.outcome is not None:
+        wire.outcome.MergeFromString(record.outcome)
+    if record.end_time is not None:
+        wire.end_time.CopyFrom(timestamp(record.end_time))
+    return wire
+
+
+def group_to_proto(group: GroupRecord, ended: Sequence[Record]) -> rollout_pb2.Group:
+    """A group as it stands; `ended` has its ended rollouts in the order in which they ended."""
+    results = [record.rollout_id for record in ended if record.is_result]
+    is_over = len(ended) == len(group.rollout_ids)
+    wire = rollout_pb2.Group(
+        group_id=group.group_id,
+        size=group.size,
+        spares=group.spares,
+        quorum=group.quorum,
+        rollout_ids=group.rollout_ids,
+        ended_count=len(ended),
+        ended=is_over,
+        create_time=timestamp(group.create_time),
+        complete=is_over and len(results) >= group.quorum,
+        result_rollout_ids=results[: group.size],
+    )
+    wire.spec.MergeFromString(group.spec)
+    if group.grace_s is not None:
+        wire.stragglers.grace.CopyFrom(seconds_to_duration(group.grace_s))
+    if is_over and ended:
+        wire.end_time.CopyFrom(timestamp(max(record.end_time or 0.0 for record in ended)))
+    return wire
+
+
+def fill_in(trajectory: trajectory_pb2.Trajectory, record: Record) -> None:
+    """Add what only the driver knows to a trajectory's first fragment."""
+    outcome = rollout_pb2.Outcome.FromString(record.outcome or b"")
+    spec = rollout_pb2.RolloutSpec.FromString(record.spec)
+    trajectory.rollout_id = record.rollout_id
+    if record.group_id:
+        trajectory.group_id = record.group_id
+        trajectory.group_index = record.index
+    if outcome.HasField("reward"):
+        trajectory.reward.CopyFrom(outcome.reward)
+    if outcome.HasField("failure"):
+        trajectory.failure_cause = rollout_pb2.FailureCause.Name(outcome.failure.cause).removeprefix("FAILURE_CAUSE_")
+        trajectory.failure_reason = outcome.failure.reason
+    trajectory.agent = record.agent
+    trajectory.agent_spec_sha256 = record.agent_sha256
+    trajectory.task_id = record.task_id
+    if spec.task.HasField("metadata"):
+        trajectory.task_metadata.CopyFrom(spec.task.metadata)
+    if record.end_time is not None:
+        trajectory.duration.CopyFrom(seconds_to_duration(record.end_time - record.create_time))
+
+
+def _failure(failure: Failure) -> rollout_pb2.Failure:
+    return rollout_pb2.Failure(
+        cause=CAUSES[failure.cause],
+        reason=failure.reason,
+        message=failure.message,
+        retriable=failure.retriable,
+        phase=PHASES[failure.phase],
+    )
+
+
+def _reward(reward: Reward) -> trajectory_pb2.Reward:
+    return trajectory_pb2.Reward(
+        value=reward.value, range_min=reward.range_min, range_max=reward.range_max, components=reward.components
+    )

@@ -1,0 +1,378 @@
+"""Agent specs: everything the driver knows of an agent, as data.
+
+A spec says how an agent is installed, configured, started, told its task and understood. It is YAML in this package, a
+proto message on the wire, and this one strict model in between. Invariants: a spec that loads can be rendered with any
+accepted options; every option that it declares takes effect somewhere (R63); no secret reaches an argv (R1); a value of
+free form cannot change the syntax of a file (R2); its version is the hash of its whole content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Final, Self
+
+from pydantic import (
+    AfterValidator,
+    Base64Bytes,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_driver.events import EventRule, Expression
+from penstock_driver.templates import is_tail, names, walk
+
+MAX_FILE_BYTES: Final = 1 << 20
+MAX_INSTRUCTION_ARGV_BYTES: Final = 100 << 10
+
+PLAIN_VALUES: Final = frozenset({"home", "workdir", "toolbox", "base_url", "model", "rollout_id", "wall_time_seconds"})
+"""Values whose characters the driver restricts, so that they may stand inside any text."""
+SECRETS: Final = frozenset({"api_key"})
+VALUES: Final = PLAIN_VALUES | SECRETS | {"instruction", "instruction_path"}
+PLACES: Final = frozenset({"home", "workdir", "toolbox"})
+
+
+def _relative(path: str) -> str:
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or path.endswith("/") or "\0" in path:
+        raise ValueError("expected a relative path without '..'")
+    return path
+
+
+def _argument(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("NUL is not allowed")
+    return text
+
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,62}$")]
+OptionName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]{0,62}$")]
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$")]
+Template = Annotated[str, StringConstraints(max_length=65536), AfterValidator(_argument)]
+RelativePath = Annotated[str, StringConstraints(max_length=4096), AfterValidator(_relative)]
+Mode = Annotated[int, Field(ge=0, le=0o777)]
+NpmPackage = Annotated[
+    str,
+    StringConstraints(
+        max_length=300,
+        pattern=r"^(@[a-z0-9][a-z0-9._-]*/)?[a-z0-9][a-z0-9._-]*@\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?$",
+    ),
+]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+
+
+class Dialect(StrEnum):
+    """An HTTP API that agents speak to models."""
+
+    CHAT_COMPLETIONS = "chat_completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    GENERATE_CONTENT = "generate_content"
+
+
+class RuntimeKind(StrEnum):
+    """A language runtime."""
+
+    PYTHON = "python"
+    NODE = "node"
+
+
+class Runtime(_Model):
+    """A runtime that the toolbox needs; `min_version` is dotted, empty for any."""
+
+    kind: RuntimeKind
+    min_version: Annotated[str, StringConstraints(pattern=r"^(\d+(\.\d+){0,2})?$")] = ""
+
+
+class ToolboxFile(_Model):
+    """A file of the toolbox, read-only for the agent; `mode` None is the sandbox service's default."""
+
+    path: RelativePath
+    content: Base64Bytes
+    mode: Mode | None = None
+
+
+class Toolbox(_Model):
+    """What is installed once per host and mounted read-only: a rollout never installs anything."""
+
+    runtimes: list[Runtime] = []
+    npm_packages: list[NpmPackage] = []
+    files: list[ToolboxFile] = []
+    path_directories: list[RelativePath] = []
+
+
+class OptionType(StrEnum):
+    """The type of an option's value."""
+
+    STRING = "string"
+    INTEGER = "integer"
+    NUMBER = "number"
+    BOOLEAN = "boolean"
+
+
+class Option(_Model):
+    """One option that a rollout may set. Without a default and not given, what depends on it is left out."""
+
+    name: OptionName
+    description: str = ""
+    type: OptionType
+    choices: list[JsonValue] = []
+    default: JsonValue = None
+    minimum: float | None = None
+    maximum: float | None = None
+
+    def problem(self, value: JsonValue) -> str | None:
+        """Why `value` is refused, or None."""
+        if self.type is OptionType.BOOLEAN:
+            if not isinstance(value, bool):
+                return "expected a boolean"
+        elif self.type is OptionType.STRING:
+            if not isinstance(value, str) or "\0" in value:
+                return "expected a string without NUL"
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return f"expected {'an integer' if self.type is OptionType.INTEGER else 'a finite number'}"
+        elif self.type is OptionType.INTEGER and value != int(value):
+            return "expected an integer"
+        elif self.minimum is not None and value < self.minimum:
+            return f"expected at least {self.minimum:g}"
+        elif self.maximum is not None and value > self.maximum:
+            return f"expected at most {self.maximum:g}"
+        if self.choices and value not in self.choices:
+            return f"expected one of {', '.join(str(choice) for choice in self.choices)}"
+        return None
+
+    def typed(self, value: JsonValue) -> JsonValue:
+        """An accepted value with the option's own type: JSON and protobuf have one kind of number."""
+        return int(value) if self.type is OptionType.INTEGER and isinstance(value, float) else value
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every accepted value may stand inside any text."""
+        return self.type is not OptionType.STRING or bool(self.choices)
+
+    @model_validator(mode="after")
+    def _default_is_accepted(self) -> Self:
+        if self.default is not None and (problem := self.problem(self.default)):
+            raise ValueError(f"default: {problem}")
+        return self
+
+
+class Delivery(StrEnum):
+    """How the instruction reaches the agent; argv only where an agent offers nothing else (R67)."""
+
+    FILE = "file"
+    STDIN = "stdin"
+    ARGV = "argv"
+
+
+class Instruction(_Model):
+    """How the instruction reaches the agent; `path`, relative to the home directory, exactly with FILE."""
+
+    method: Delivery
+    path: RelativePath | None = None
+
+    @model_validator(mode="after")
+    def _path_only_for_file(self) -> Self:
+        if (self.method is Delivery.FILE) != (self.path is not None):
+            raise ValueError("path is required when method is file, and refused otherwise")
+        return self
+
+
+class ConfigFile(_Model):
+    """A file written before the agent starts: exactly one of `json_`, `toml` (trees) and `text`.
+
+    `path` is relative to the home directory. A file whose text depends on an option that was not given is not written.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
+
+    path: Template
+    json_: Annotated[dict[str, JsonValue] | None, Field(alias="json")] = None
+    toml: dict[str, JsonValue] | None = None
+    text: Template | None = None
+    mode: Mode = 0o600
+
+    @model_validator(mode="after")
+    def _one_content(self) -> Self:
+        if sum(content is not None for content in (self.json_, self.toml, self.text)) != 1:
+            raise ValueError("exactly one of json, toml and text is required")
+        return self
+
+
+class Mcp(_Model):
+    """Where MCP servers are configured: under the dotted `key` of the config file at `path`, each as `entry` makes it.
+
+    `entry` is a JMESPath expression over {name, command, args, env, url}; command is null for a server with a URL.
+    """
+
+    path: RelativePath
+    key: Annotated[str, StringConstraints(min_length=1)]
+    entry: Expression
+
+
+class EventSource(StrEnum):
+    """Which output holds the agent's events."""
+
+    NONE = "none"
+    STDOUT_JSON_LINES = "stdout_json_lines"
+
+
+class Events(_Model):
+    """How the agent's output becomes events."""
+
+    source: EventSource = EventSource.NONE
+    rules: list[EventRule] = []
+
+
+class Artifact(_Model):
+    """A file to fetch after the agent is dead, relative to the home directory or absolute."""
+
+    name: Name
+    path: Template
+    required: bool = False
+    max_bytes: Annotated[int, Field(ge=1, le=1 << 20)] = 1 << 20
+
+
+class AuxiliaryCalls(_Model):
+    """How the gate recognises calls that are not the agent's main conversation."""
+
+    title_system_prompts: list[str] = []
+    compaction_system_prompts: list[str] = []
+    session_headers: list[Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]{1,64}$")]] = []
+    volatile_line_patterns: list[str] = []
+
+
+class AgentSpec(_Model):
+    """One agent, as data."""
+
+    name: Name
+    description: str = ""
+    version: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    toolbox: Toolbox = Toolbox()
+    needs_root: bool = False
+    argv: Annotated[list[Template], Field(min_length=1)]
+    instruction: Instruction
+    files: list[ConfigFile] = []
+    env: dict[VariableName, Template] = {}
+    dialects: Annotated[list[Dialect], Field(min_length=1)]
+    mcp: Mcp | None = None
+    options: list[Option] = []
+    events: Events = Events()
+    artifacts: list[Artifact] = []
+    skip_permissions_argv: list[Template] = []
+    skip_permissions_env: dict[VariableName, Template] = {}
+    auxiliary_calls: AuxiliaryCalls = AuxiliaryCalls()
+    check_argv: list[Template] = []
+    success_exit_codes: Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=1)] = [0]
+    default_timeout_s: Annotated[float, Field(gt=0, le=7 * 86400)] = 900.0
+
+    @property
+    def sha256(self) -> str:
+        """Hexadecimal sha256 of the whole spec: its version."""
+        return digest(self.model_dump(mode="json", by_alias=True))
+
+    @property
+    def can_skip_permissions(self) -> bool:
+        """Whether a rollout may ask for the agent's permission prompts to be skipped (R68)."""
+        return bool(self.skip_permissions_argv or self.skip_permissions_env)
+
+    def option(self, name: str) -> Option | None:
+        """The declared option of that name."""
+        return next((option for option in self.options if option.name == name), None)
+
+    @model_validator(mode="after")
+    def _templates_fit(self) -> Self:
+        used = {name for where, name in self._placeholders()}
+        names_of_options = [option.name for option in self.options]
+        for name in names_of_options:
+            if names_of_options.count(name) > 1:
+                raise ValueError(f"options: {name} is declared twice")
+            if f"option.{name}" not in used:
+                raise ValueError(f"options: {name} is declared, but nothing uses it, so it would have no effect")
+        if ("instruction" in used) != (self.instruction.method is Delivery.ARGV):
+            raise ValueError("instruction: {{instruction}} is used exactly when the method is argv")
+        if "instruction_path" in used and self.instruction.method is not Delivery.FILE:
+            raise ValueError("instruction: {{instruction_path}} exists only when the method is file")
+        if "base_url" not in used:
+            raise ValueError("nothing uses {{base_url}}: the agent would call somebody else")
+        return self
+
+    @model_validator(mode="after")
+    def _mcp_file_is_a_tree(self) -> Self:
+        if self.mcp and any(file.path == self.mcp.path and file.text is not None for file in self.files):
+            raise ValueError("mcp.path: names a text file, which cannot be merged into")
+        return self
+
+    def _placeholders(self) -> Iterator[tuple[str, str]]:
+        """Yield (where, name) of every placeholder, refusing those that may not stand where they stand."""
+        options = {f"option.{option.name}" for option in self.options}
+        plain = PLAIN_VALUES | {f"option.{option.name}" for option in self.options if option.is_plain}
+        known = VALUES | options
+        for where, name, allowed in self._places(known):
+            if name not in known:
+                raise ValueError(f"{where}: unknown placeholder {{{{{name}}}}}; known are {', '.join(sorted(known))}")
+            if name not in allowed:
+                raise ValueError(f"{where}: {{{{{name}}}}} may not be used here")
+            yield where, name
+        for index, file in enumerate(self.files):
+            for name in names(file.text or ""):
+                if name not in plain and not is_tail(file.text or "", name):
+                    raise ValueError(
+                        f"files[{index}].text: {{{{{name}}}}} can hold anything, so it may only be the end of the text"
+                    )
+
+    def _places(self, known: frozenset[str] | set[str]) -> Iterator[tuple[str, str, frozenset[str] | set[str]]]:
+        in_argv, in_env = known - SECRETS, known - {"instruction"}
+        for where, arguments, allowed in (
+            ("argv", self.argv, in_argv),
+            ("skip_permissions_argv", self.skip_permissions_argv, PLACES),
+            ("check_argv", self.check_argv, PLACES),
+        ):
+            for index, argument in enumerate(arguments):
+                yield from ((f"{where}[{index}]", name, allowed) for name in names(argument))
+        for variable, template in self.env.items():
+            yield from ((f"env.{variable}", name, in_env) for name in names(template))
+        for variable, template in self.skip_permissions_env.items():
+            yield from ((f"skip_permissions_env.{variable}", name, PLACES) for name in names(template))
+        for index, file in enumerate(self.files):
+            here = f"files[{index}]"
+            yield from ((f"{here}.path", name, PLACES) for name in names(file.path))
+            yield from ((f"{here}.text", name, known) for name in names(file.text or ""))
+            for kind, tree in (("json", file.json_), ("toml", file.toml)):
+                yield from ((where, name, known) for where, name in walk(tree, f"{here}.{kind}"))
+        for index, artifact in enumerate(self.artifacts):
+            yield from ((f"artifacts[{index}].path", name, PLACES) for name in names(artifact.path))
+
+
+def parse_spec(data: Mapping[str, Any]) -> AgentSpec:
+    """A spec from untrusted data; InvalidArgument names each wrong field and the reason (SPEC_INVALID)."""
+    try:
+        return AgentSpec.model_validate(data)
+    except ValidationError as error:
+        violations = [
+            Violation(".".join(str(part) for part in item["loc"]) or "spec", item["msg"].removeprefix("Value error, "))
+            for item in error.errors(include_url=False, include_context=False, include_input=False)
+        ]
+        summary = "; ".join(f"{violation.field}: {violation.description}" for violation in violations[:3])
+        raise InvalidArgument(
+            f"the agent spec is not valid: {summary}", reason="SPEC_INVALID", violations=violations
+        ) from None
+
+
+def digest(value: JsonValue) -> str:
+    """Hexadecimal sha256 of the canonical JSON of `value`."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

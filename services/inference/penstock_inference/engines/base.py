@@ -1,0 +1,354 @@
+"""What every engine promises, in plain data: the contract between the service and whatever computes tokens.
+
+Invariants an engine keeps
+- Token ids go in and out as they are: an engine never re-tokenises, and a logprob is the value of the distribution that
+  the token was drawn from (`LogprobsMode.PROCESSED`) unless `EngineInfo.logprobs_mode` says otherwise.
+- Every sampled token is covered by exactly one `VersionSpan`; spans are contiguous, ordered, and start at 0.
+- Every accepted request ends with exactly one `Done`, or its iterator raises a `PenstockError`.
+- A weight update either takes effect whole, under its version, or leaves weights and version as they were.
+- What an engine cannot do is a flag in `Capabilities` and an `Unsupported` error, never a silent downgrade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+TokenIds = NDArray[np.int32]
+Logprobs = NDArray[np.float32]
+Tensors = Mapping[str, NDArray[Any]]
+
+
+class LogprobsMode(Enum):
+    """What the reported logprobs are."""
+
+    PROCESSED = "processed"
+    """Log-probability under the distribution sampled from: after temperature, penalties, top-k, top-p and min-p."""
+    SCRIPTED = "scripted"
+    """Numbers from a test script. Nobody may train on them."""
+    NONE = "none"
+
+
+class FinishReason(Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class PauseMode(Enum):
+    """What happens to generations in flight; in every mode new requests queue until `resume`."""
+
+    ABORT = "abort"
+    """End everything accepted so far with `FinishReason.ABORT` and the tokens sampled so far."""
+    WAIT = "wait"
+    """Let what is running finish; what is queued stays queued."""
+    KEEP = "keep"
+    """Freeze between two tokens and go on from there at `resume`, with the KV cache as it was."""
+
+
+class UpdateFormat(Enum):
+    """What a weight update carries."""
+
+    FULL = "full"
+    """Every tensor of the model."""
+    DELTA = "delta"
+    """Whole replacement tensors for some names; the others stay as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do; a false flag means that the call is refused as `Unsupported`."""
+
+    token_ids: bool = True
+    logprobs: bool = True
+    version_spans: bool = False
+    in_flight_update: bool = False
+    weight_update: bool = False
+    score: bool = False
+    seed: bool = False
+    batch_invariant: bool = False
+    """Tokens and logprobs of a request are bit-identical whoever else is in the batch."""
+    abort: bool = True
+    adapters: bool = False
+    sleep: bool = False
+    structured_output: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is and in which state."""
+
+    engine: str
+    engine_version: str
+    model: str
+    vocab_size: int
+    max_context_tokens: int
+    """Prompt and completion together."""
+    max_concurrency: int
+    stop_token_ids: tuple[int, ...]
+    """Sampling one of these ends a generation unless `Sampling.ignore_eos`."""
+    sampling_fields: tuple[str, ...]
+    """Names of the `Sampling` fields that take effect."""
+    dtype: str
+    parameter_count: int
+    logprobs_mode: LogprobsMode
+    capabilities: Capabilities
+    policy_version: int
+    policy_label: str
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample; every field takes effect or the engine refuses the request.
+
+    Order of the filters: penalties, temperature, min-p, top-k, top-p, then renormalisation.
+    """
+
+    max_tokens: int
+    """Most tokens to sample, >= 1."""
+    temperature: float = 1.0
+    """In [0, 5]; 0 is greedy, and then logprobs are those of the unfiltered distribution at temperature 1."""
+    top_p: float = 1.0
+    """In (0, 1]."""
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    """In [0, 1]: drop tokens less likely than this share of the likeliest."""
+    min_tokens: int = 0
+    """No stop token is sampled before this many tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """In addition to the model's own."""
+    ignore_eos: bool = False
+    """Do not stop at the model's own stop tokens."""
+    seed: int | None = None
+    """In [0, 2**63); unset draws one from the operating system."""
+    repetition_penalty: float = 1.0
+    """> 0; over prompt and completion."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_logprobs: int = 0
+    """Alternatives to report per sampled token, most likely first; 0 to 20."""
+
+
+SAMPLING_FIELDS = tuple(each.name for each in fields(Sampling) if each.name != "ignore_eos")
+"""All of them, as a caller may name them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One generation. `request_id` is the caller's and unique among those in flight."""
+
+    request_id: str
+    prompt_token_ids: TokenIds
+    sampling: Sampling
+    session_id: str = ""
+    stream: bool = True
+    """False: no `Started` and no `Delta`, everything in `Done`."""
+    min_policy_version: int | None = None
+    """Wait in the queue until a version at least this is in force."""
+    exact_policy_version: int | None = None
+    """Refuse when another version is in force at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of the completion were sampled by `policy_version`."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Alternatives for consecutive tokens: `token_ids` and `logprobs` are (tokens, k), most likely first."""
+
+    token_ids: TokenIds
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request left the queue. `cached_tokens` of its prompt were not computed again."""
+
+    policy_version: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens sampled since the last event, all by one policy version."""
+
+    token_ids: TokenIds
+    logprobs: Logprobs
+    policy_version: int
+    top: TopLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds, by the engine's monotonic clock."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of a generation, with everything that it sampled (stop token included)."""
+
+    finish_reason: FinishReason
+    token_ids: TokenIds
+    logprobs: Logprobs
+    version_spans: tuple[VersionSpan, ...]
+    stop_token_id: int | None
+    prompt_tokens: int
+    cached_tokens: int
+    timings: Timings
+    seed: int
+    """The seed in use, drawn or given: the same seed repeats the completion."""
+    top: TopLogprobs | None = None
+
+
+GenerateEvent = Started | Delta | Done
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Logprobs of given tokens: `logprobs[i]` is that of token i + 1 given tokens [0, i]."""
+
+    logprobs: Logprobs
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePhases:
+    """Where the seconds of a commit went."""
+
+    load_s: float
+    """Checking and laying out the tensors, while generation goes on."""
+    pause_s: float
+    """From the wish to stop sampling until the new weights were in force."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the engine opened, and gauges of now."""
+
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    cache_use: float = 0.0
+    """Share of the key-value cache in use, 0 to 1."""
+    policy_version: int = 0
+    paused: bool = False
+    steps: int = 0
+    prompt_tokens: int = 0
+    """Computed, not counting those found in the cache."""
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    busy_s: float = 0.0
+    """Seconds spent inside steps."""
+    tokens_by_version: Mapping[int, int] = field(default_factory=dict)
+    """Sampled tokens of the most recent policy versions."""
+
+
+class Engine(Protocol):
+    """What the service drives. Every method may be called from one event loop only."""
+
+    def info(self) -> EngineInfo:
+        """What this engine is, now."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """Sample a completion. Closing the iterator aborts; one that is left early is closed (`contextlib.aclosing`).
+
+        Raises InvalidArgument before anything starts when a value is out of range, FailedPrecondition
+        (POLICY_VERSION_UNAVAILABLE) when exactly another version was asked for, AlreadyExists (REQUEST_IN_FLIGHT),
+        ResourceExhausted (QUEUE_FULL).
+        """
+        ...
+
+    async def score(self, token_ids: TokenIds, temperature: float = 1.0) -> Scores:
+        """Logprobs of `token_ids[1:]` under the current policy at `temperature` (> 0)."""
+        ...
+
+    async def abort(
+        self, *, request_ids: Sequence[str] = (), session_id: str | None = None, everything: bool = False
+    ) -> int:
+        """End the generations named (those with the session, or all); how many were ended."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling; returns once it has stopped."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on. Harmless when not paused."""
+        ...
+
+    async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
+        """Open the one update that may be open.
+
+        Raises Aborted (UPDATE_IN_PROGRESS) when one is, FailedPrecondition (POLICY_VERSION_NOT_NEWER).
+        """
+        ...
+
+    async def push_tensors(self, tensors: Tensors) -> None:
+        """Add tensors, in the model's published names, to the open update."""
+        ...
+
+    async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> UpdatePhases:
+        """Check the update whole, then swap weights and version between two steps.
+
+        On any error nothing changed; either way the update is no longer open.
+        """
+        ...
+
+    async def abort_update(self) -> None:
+        """Drop the open update, if any."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges."""
+        ...
+
+    async def aclose(self) -> None:
+        """End everything in flight and release what the engine holds. Idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What an operator may choose about an engine. An engine refuses the `extra` keys that it does not know."""
+
+    model_dir: Path
+    model_name: str
+    max_concurrency: int = 64
+    max_waiting: int = 4096
+    """Requests that may queue; more are refused (QUEUE_FULL)."""
+    max_context_tokens: int | None = None
+    """Unset: the engine's default."""
+    kv_cache_bytes: int = 1 << 30
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+
+class EngineFactory(Protocol):
+    """What an entry point in the group `penstock.inference.engines` names."""
+
+    async def __call__(self, options: EngineOptions) -> Engine:
+        """Open an engine; raises a PenstockError that says what is wrong with the options or the model."""
+        ...

@@ -1,0 +1,60 @@
+"""What any engine refuses before it starts: values out of range, each named."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_inference.engines.base import Sampling, TokenIds
+
+MAX_TEMPERATURE = 5.0
+MAX_TOP_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+
+def check_sampling(sampling: Sampling, vocab_size: int) -> list[Violation]:
+    """Every field out of its range."""
+    s = sampling
+    rules = (
+        ("max_tokens", s.max_tokens >= 1, "must be at least 1"),
+        ("temperature", 0 <= s.temperature <= MAX_TEMPERATURE, f"must be in [0, {MAX_TEMPERATURE}]"),
+        ("top_p", 0 < s.top_p <= 1, "must be in (0, 1]"),
+        ("top_k", s.top_k >= 0, "must be at least 0 (0 is off)"),
+        ("min_p", 0 <= s.min_p <= 1, "must be in [0, 1]"),
+        ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, "must be in [0, max_tokens]"),
+        ("stop_token_ids", all(0 <= t < vocab_size for t in s.stop_token_ids), f"must be in [0, {vocab_size})"),
+        ("seed", s.seed is None or 0 <= s.seed <= MAX_SEED, "must be in [0, 2**63)"),
+        ("repetition_penalty", math.isfinite(s.repetition_penalty) and s.repetition_penalty > 0, "must be above 0"),
+        ("presence_penalty", math.isfinite(s.presence_penalty), "must be finite"),
+        ("frequency_penalty", math.isfinite(s.frequency_penalty), "must be finite"),
+        ("top_logprobs", 0 <= s.top_logprobs <= MAX_TOP_LOGPROBS, f"must be in [0, {MAX_TOP_LOGPROBS}]"),
+    )
+    return [Violation(f"sampling.{name}", text) for name, holds, text in rules if not holds]
+
+
+def raise_violations(violations: list[Violation]) -> None:
+    """Raises InvalidArgument when there are any."""
+    if violations:
+        first = violations[0]
+        raise InvalidArgument(
+            f"{first.field} {first.description}", reason="GENERATE_REQUEST_INVALID", violations=violations
+        )
+
+
+def check_prompt(ids: TokenIds, max_tokens: int, vocab_size: int, max_context: int) -> list[Violation]:
+    """Every way in which a prompt with `max_tokens` to come does not fit the model."""
+    if ids.ndim != 1 or ids.size == 0:
+        return [Violation("prompt_token_ids", "must hold at least one token")]
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        where = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        return [Violation(f"prompt_token_ids[{where}]", f"{ids[where]} is not in [0, {vocab_size})")]
+    if ids.size + max_tokens > max_context:
+        return [
+            Violation(
+                "sampling.max_tokens" if ids.size < max_context else "prompt_token_ids",
+                f"{ids.size} prompt tokens and {max_tokens} to sample exceed the context of {max_context}",
+            )
+        ]
+    return []

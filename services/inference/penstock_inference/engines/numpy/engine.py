@@ -1,0 +1,304 @@
+"""The numpy engine as the service drives it: requests checked, pauses, weight updates. `worker` has the thread."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Sequence_
+from contextlib import aclosing
+from typing import Self
+
+import numpy as np
+
+from penstock_chassis.errors import (
+    Aborted,
+    AlreadyExists,
+    FailedPrecondition,
+    ResourceExhausted,
+    Unavailable,
+    Violation,
+)
+from penstock_inference.engines.base import (
+    SAMPLING_FIELDS,
+    Capabilities,
+    Done,
+    EngineInfo,
+    EngineOptions,
+    EngineStats,
+    GenerateEvent,
+    GenerateRequest,
+    LogprobsMode,
+    PauseMode,
+    Sampling,
+    Scores,
+    Tensors,
+    TokenIds,
+    UpdateFormat,
+    UpdatePhases,
+)
+from penstock_inference.engines.checks import MAX_SEED, check_prompt, check_sampling, raise_violations
+from penstock_inference.engines.numpy.decoder import KVCache
+from penstock_inference.engines.numpy.model import ModelConfig, Weights
+from penstock_inference.engines.numpy.scheduler import Scheduler
+from penstock_inference.engines.numpy.sequence import Sequence
+from penstock_inference.engines.numpy.worker import Worker
+
+DEFAULT_CONTEXT_TOKENS = 4096
+
+
+_CAPABILITIES = Capabilities(
+    version_spans=True,
+    in_flight_update=True,
+    weight_update=True,
+    score=True,
+    seed=True,
+    batch_invariant=True,
+)
+
+
+@dataclasses.dataclass(slots=True)
+class _Update:
+    """An open update: what arrived so far."""
+
+    version: int
+    label: str
+    update_format: UpdateFormat
+    tensors: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]
+
+
+class NumpyEngine:
+    """A decoder on the CPU, for tests and machines without a GPU. See `base.Engine` for what each method promises.
+
+    Use as `async with await NumpyEngine.open(options) as engine`, or with weights of one's own through the constructor
+    and `start`. All methods belong to the event loop that called `start`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, options: EngineOptions) -> None:
+        """Raises FailedPrecondition for a model or a cache that is too large."""
+        config.check_size()
+        if options.extra:
+            raise_violations([Violation(f"engine_options.{name}", "not an option of numpy") for name in options.extra])
+        self._config = config
+        self._model = options.model_name
+        self._max_context = min(options.max_context_tokens or DEFAULT_CONTEXT_TOKENS, config.max_position)
+        per_slot = KVCache.bytes_per_slot(config, self._max_context)
+        self._max_waiting = options.max_waiting
+        self._slots = min(options.max_concurrency, options.kv_cache_bytes // per_slot)
+        if self._slots < 1:
+            raise FailedPrecondition(
+                f"one sequence of {self._max_context} tokens needs {per_slot} bytes of KV cache and "
+                f"{options.kv_cache_bytes} are allowed; lower max_context_tokens or raise kv_cache_bytes",
+                reason="KV_CACHE_TOO_SMALL",
+            )
+        self._scheduler = Scheduler(config, weights, self._slots, self._max_context)
+        self._worker = Worker(self._scheduler)
+        self._request_ids: set[str] = set()
+        self._update: _Update | None = None
+
+    @classmethod
+    async def open(cls, options: EngineOptions) -> NumpyEngine:
+        """Load the model directory off the event loop and start."""
+
+        def build() -> NumpyEngine:
+            config = ModelConfig.from_directory(options.model_dir)
+            config.check_size()
+            return cls(config, Weights.from_directory(config, options.model_dir), options)
+
+        engine = await asyncio.to_thread(build)
+        engine.start()
+        return engine
+
+    def start(self) -> None:
+        """Start the thread that computes; call it once, on the event loop."""
+        self._worker.start()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def info(self) -> EngineInfo:
+        """What this engine is, now."""
+        stats = self._scheduler.stats()
+        return EngineInfo(
+            engine="numpy",
+            engine_version=np.__version__,
+            model=self._model,
+            vocab_size=self._config.vocab_size,
+            max_context_tokens=self._max_context,
+            max_concurrency=self._slots,
+            stop_token_ids=self._config.stop_token_ids,
+            sampling_fields=SAMPLING_FIELDS,
+            dtype="float32",
+            parameter_count=self._config.parameter_count,
+            logprobs_mode=LogprobsMode.PROCESSED,
+            capabilities=_CAPABILITIES,
+            policy_version=stats.policy_version,
+            policy_label=self._scheduler.label,
+            paused=stats.paused,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges, of the last finished step."""
+        return self._scheduler.stats()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """Sample a completion; closing the iterator aborts it."""
+        self._check(request)
+        seed = request.sampling.seed
+        sequence = Sequence(request, secrets.randbelow(MAX_SEED + 1) if seed is None else seed)
+        if request.request_id in self._request_ids:
+            raise AlreadyExists(f"request {request.request_id} is in flight", reason="REQUEST_IN_FLIGHT")
+        if self._worker.in_flight >= self._slots + self._max_waiting:
+            raise ResourceExhausted(
+                f"{self._slots} requests run and {self._max_waiting} wait", reason="QUEUE_FULL", retry_after_s=1.0
+            )
+        self._request_ids.add(request.request_id)
+        try:
+            async with aclosing(self._worker.follow(sequence)) as events:
+                async for event in events:
+                    assert not isinstance(event, Scores)
+                    yield event
+        finally:
+            self._request_ids.discard(request.request_id)
+
+    async def score(self, token_ids: TokenIds, temperature: float = 1.0) -> Scores:
+        """Logprobs of `token_ids[1:]` under the current policy at `temperature`."""
+        request = GenerateRequest("", token_ids, Sampling(max_tokens=1, temperature=temperature), stream=False)
+        violations = check_sampling(request.sampling, self._config.vocab_size)
+        violations += check_prompt(token_ids, 0, self._config.vocab_size, self._max_context)
+        if temperature <= 0:
+            violations.append(Violation("temperature", "must be above 0: greedy sampling has no logprobs"))
+        if token_ids.size < 2:
+            violations.append(Violation("token_ids", "must hold at least two tokens: the first has no logprob"))
+        raise_violations(violations)
+        async with aclosing(self._worker.follow(Sequence(request, seed=0, score_temperature=temperature))) as events:
+            async for event in events:
+                if isinstance(event, Scores):
+                    return event
+        raise Unavailable("scoring was aborted", reason="ENGINE_ABORTED")
+
+    async def abort(
+        self, *, request_ids: Sequence_[str] = (), session_id: str | None = None, everything: bool = False
+    ) -> int:
+        """End the generations named; how many were ended."""
+        ids = frozenset(request_ids)
+
+        def chosen(sequence: Sequence) -> bool:
+            request = sequence.request
+            return everything or request.request_id in ids or (bool(session_id) and request.session_id == session_id)
+
+        def abort() -> int:
+            events = self._scheduler.abort(chosen)
+            self._worker.deliver(events)
+            return sum(isinstance(event, Done) for _, event in events)
+
+        return await self._worker.between_steps(abort)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling; returns once it has stopped."""
+
+        def stop() -> None:
+            self._scheduler.admitting = False
+            if mode is not PauseMode.WAIT:
+                self._scheduler.frozen = True
+                self._worker.release()
+            if mode is PauseMode.ABORT:
+                self._worker.deliver(self._scheduler.abort(lambda _: True))
+
+        await self._worker.between_steps(stop)
+        if mode is PauseMode.WAIT:
+            await self._worker.idle()
+
+    async def resume(self) -> None:
+        """Go on after a pause."""
+
+        def go_on() -> None:
+            self._scheduler.admitting = True
+            self._scheduler.frozen = False
+            self._worker.release()
+
+        await self._worker.between_steps(go_on)
+
+    async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
+        """Open the one update that may be open."""
+        if self._update is not None:
+            raise Aborted("another update is open", reason="UPDATE_IN_PROGRESS", retry_after_s=1.0)
+        loaded = self._scheduler.version
+        if version <= loaded:
+            raise FailedPrecondition(
+                f"policy version {version} is not newer than {loaded}, which is in force",
+                reason="POLICY_VERSION_NOT_NEWER",
+                metadata={"policy_version": str(loaded)},
+            )
+        self._update = _Update(version, label, update_format, {})
+
+    async def push_tensors(self, tensors: Tensors) -> None:
+        """Add tensors to the open update."""
+        update = self._open_update()
+        shapes = self._config.tensor_shapes()
+        # A name that is not the model's is refused at the commit, with all others; a second tensor of a name, now.
+        raise_violations([Violation(name, "was pushed before") for name in tensors if name in update.tensors])
+        if len(update.tensors) + len(tensors) > 2 * len(shapes):
+            raise_violations([Violation("tensors", f"more than the model's {len(shapes)}")])
+        update.tensors.update(tensors)
+
+    async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> UpdatePhases:
+        """Check the update whole, then swap weights and version between two steps."""
+        update = self._open_update()
+        try:
+            return await self._commit(update, mode)
+        finally:
+            self._update = None
+
+    async def _commit(self, update: _Update, mode: PauseMode) -> UpdatePhases:
+        began = time.monotonic()
+        if update.update_format is UpdateFormat.DELTA:
+            base = self._scheduler.weights
+            weights = await asyncio.to_thread(base.merged, self._config, update.tensors)
+        else:
+            weights = await asyncio.to_thread(Weights.build, self._config, update.tensors)
+        loaded = time.monotonic()
+        was_paused = self.stats().paused
+        if mode is not PauseMode.KEEP and not was_paused:
+            await self.pause(mode)
+        try:
+            await self._worker.between_steps(
+                lambda: self._worker.deliver(self._scheduler.replace_weights(weights, update.version, update.label))
+            )
+        finally:
+            if mode is not PauseMode.KEEP and not was_paused:
+                await self.resume()
+        return UpdatePhases(load_s=loaded - began, pause_s=time.monotonic() - loaded)
+
+    async def abort_update(self) -> None:
+        """Drop the open update, if any."""
+        self._update = None
+
+    async def aclose(self) -> None:
+        """End everything in flight and the thread. Idempotent."""
+        await self._worker.aclose()
+
+    def _open_update(self) -> _Update:
+        if self._update is None:
+            raise FailedPrecondition("no update is open", reason="NO_UPDATE_OPEN")
+        return self._update
+
+    def _check(self, request: GenerateRequest) -> None:
+        violations = check_sampling(request.sampling, self._config.vocab_size)
+        violations += check_prompt(
+            request.prompt_token_ids, request.sampling.max_tokens, self._config.vocab_size, self._max_context
+        )
+        if not request.request_id:
+            violations.append(Violation("request_id", "must not be empty"))
+        if request.exact_policy_version is not None and request.min_policy_version is not None:
+            violations.append(Violation("min_policy_version", "cannot be combined with exact_policy_version"))
+        if request.sampling.min_tokens and request.sampling.min_tokens > 0:
+            stops = set(request.sampling.stop_token_ids) | set(self._config.stop_token_ids)
+            if len(stops) >= self._config.vocab_size:
+                violations.append(Violation("sampling.min_tokens", "every token of the vocabulary is a stop token"))
+        raise_violations(violations)

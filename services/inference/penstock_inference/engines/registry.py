@@ -1,0 +1,38 @@
+"""Engines by name: entry points in the group `penstock.inference.engines`, so that others can add theirs."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_inference.engines.base import Engine, EngineFactory, EngineOptions
+
+GROUP = "penstock.inference.engines"
+
+
+def names() -> list[str]:
+    """Engines that are registered, whether or not what they need is installed."""
+    return sorted(entry_points(group=GROUP).names)
+
+
+async def open_engine(name: str, options: EngineOptions) -> Engine:
+    """Open the engine of that name.
+
+    Raises InvalidArgument (ENGINE_UNKNOWN), FailedPrecondition (ENGINE_NOT_INSTALLED), and what the engine raises.
+    """
+    found = [*entry_points(group=GROUP, name=name)]
+    if not found:
+        raise InvalidArgument(
+            f"there is no engine {name!r}; there are: {', '.join(names())}",
+            reason="ENGINE_UNKNOWN",
+            violations=[Violation("engine", f"one of {', '.join(names())}")],
+        )
+    try:
+        factory: EngineFactory = found[0].load()
+    except ImportError as error:
+        raise FailedPrecondition(
+            f"engine {name!r} needs {error.name}, which is not installed: pip install 'penstock-inference[{name}]'",
+            reason="ENGINE_NOT_INSTALLED",
+            metadata={"engine": name, "module": error.name or ""},
+        ) from error
+    return await factory(options)

@@ -1,0 +1,409 @@
+"""An engine that replays a script: for tests and for checking that a real agent starts, speaks and stops.
+
+Nothing is sampled. Its logprobs are the script's own and are declared so (`LogprobsMode.SCRIPTED`), so that nobody
+trains on them unknowingly. It is a strict fake: a call that no entry is for is refused, and entries left over are an
+error when the engine closes.
+
+A script (YAML or JSON; option `script` names the file):
+
+    logprob: -1.0              # of every token, unless its turn says otherwise; <= 0
+    strict: true               # whether entries left over are an error
+    turns:
+      - when: {prompt_contains: You are a title generator}
+        repeat: true           # for any number of calls, none included
+        reply: A title
+      - when: {has_tool_result: false}
+        reply: |-
+          <tool_call>
+          {"name": "bash", "arguments": {"command": "cat note.txt"}}
+          </tool_call>
+      - reply: [17, 4, 2]      # token ids, as they are
+
+Each session replays the whole script; requests without a session share one. A call takes the first entry that its
+session has not used and whose `when` holds of the decoded prompt. A text is encoded by the model's tokenizer and ends
+with its end-of-turn token, unless `finish: length`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock_chassis.errors import (
+    Aborted,
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    Unavailable,
+    Unsupported,
+    Violation,
+)
+from penstock_codec.codec import Codec
+from penstock_codec.errors import CodecError
+from penstock_codec.files import TokenizerFiles
+from penstock_inference.engines.base import (
+    SAMPLING_FIELDS,
+    Capabilities,
+    Delta,
+    Done,
+    EngineInfo,
+    EngineOptions,
+    EngineStats,
+    FinishReason,
+    GenerateEvent,
+    GenerateRequest,
+    LogprobsMode,
+    PauseMode,
+    Scores,
+    Started,
+    Tensors,
+    Timings,
+    TokenIds,
+    UpdateFormat,
+    UpdatePhases,
+    VersionSpan,
+)
+from penstock_inference.engines.checks import check_prompt, check_sampling, raise_violations
+
+MAX_CONTEXT_TOKENS = 1 << 20
+TOOL_RESULT_MARK = "</tool_response>"
+
+_CAPABILITIES = Capabilities(
+    version_spans=True, in_flight_update=True, weight_update=True, seed=True, batch_invariant=True
+)
+_DELTA_TOKENS = 8
+
+
+class When(BaseModel):
+    """What must hold of the decoded prompt; everything that is set must."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    prompt_contains: str | tuple[str, ...] = ()
+    prompt_lacks: str | tuple[str, ...] = ()
+    has_tool_result: bool | None = None
+
+    def holds(self, prompt: str) -> bool:
+        """Whether this prompt is meant."""
+        return (
+            all(text in prompt for text in _texts(self.prompt_contains))
+            and not any(text in prompt for text in _texts(self.prompt_lacks))
+            and self.has_tool_result in (None, TOOL_RESULT_MARK in prompt)
+        )
+
+
+class Turn(BaseModel):
+    """One answer."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    when: When = When()
+    reply: str | tuple[int, ...]
+    finish: Literal["stop", "length"] = "stop"
+    logprob: float | None = Field(None, le=0, allow_inf_nan=False)
+    repeat: bool = False
+
+
+class Script(BaseModel):
+    """The whole file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    logprob: float = Field(-1.0, le=0, allow_inf_nan=False)
+    strict: bool = True
+    turns: tuple[Turn, ...] = Field(min_length=1)
+
+    @classmethod
+    def parse(cls, text: str) -> Script:
+        """Raises InvalidArgument (SCRIPT_INVALID) naming every field at fault."""
+        try:
+            return cls.model_validate(yaml.safe_load(text))
+        except yaml.YAMLError as error:
+            raise InvalidArgument(f"the script is not YAML: {error}", reason="SCRIPT_INVALID") from error
+        except ValidationError as error:
+            violations = [Violation(".".join(map(str, e["loc"])) or "script", e["msg"]) for e in error.errors()]
+            raise InvalidArgument(
+                f"the script does not hold: {violations[0].field} {violations[0].description}",
+                reason="SCRIPT_INVALID",
+                violations=violations,
+            ) from error
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One request in flight."""
+
+    request: GenerateRequest
+    aborted: bool = False
+
+
+class ScriptedEngine:
+    """Replays a script. See `base.Engine` for what each method promises."""
+
+    def __init__(self, script: Script, codec: Codec, options: EngineOptions) -> None:
+        self._script = script
+        self._codec = codec
+        self._model = options.model_name
+        self._max_context = options.max_context_tokens or MAX_CONTEXT_TOKENS
+        self._replies = [self._encode(turn, f"turns.{n}.reply") for n, turn in enumerate(script.turns)]
+        self._used: dict[str, set[int]] = {}
+        self._flights: dict[str, _Flight] = {}
+        self._paused = False
+        self._changed = asyncio.Condition()
+        """Told of every change that a held request may wait for."""
+        self._version, self._label = 0, ""
+        self._update: tuple[int, str] | None = None
+        self._stats = EngineStats(slots=options.max_concurrency)
+        self._closed = False
+
+    @classmethod
+    async def open(cls, options: EngineOptions) -> ScriptedEngine:
+        """Read the script that the option `script` names, and the tokenizer of the model directory."""
+        unknown = options.extra.keys() - {"script"}
+        raise_violations([Violation(f"engine_options.{name}", "not an option of scripted") for name in sorted(unknown)])
+        if "script" not in options.extra:
+            raise InvalidArgument(
+                "the scripted engine needs the option script: the path of a YAML file",
+                reason="SCRIPT_INVALID",
+                violations=[Violation("engine_options.script", "is not set")],
+            )
+        path = Path(options.extra["script"])
+
+        def build() -> ScriptedEngine:
+            try:
+                text = path.read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise FailedPrecondition(f"cannot read the script {path.name}", reason="SCRIPT_UNREADABLE") from error
+            try:
+                codec = Codec.load(TokenizerFiles.from_directory(options.model_dir))
+            except CodecError as error:
+                raise FailedPrecondition(str(error), reason=error.reason) from error
+            return cls(Script.parse(text), codec, options)
+
+        return await asyncio.to_thread(build)
+
+    def info(self) -> EngineInfo:
+        """What this engine is, now."""
+        return EngineInfo(
+            engine="scripted",
+            engine_version="1",
+            model=self._model,
+            vocab_size=self._codec.vocab_size,
+            max_context_tokens=self._max_context,
+            max_concurrency=self._stats.slots,
+            stop_token_ids=self._codec.stop_token_ids,
+            # Whatever the sampling says, the script is the answer: only max_tokens can show.
+            sampling_fields=SAMPLING_FIELDS,
+            dtype="none",
+            parameter_count=0,
+            logprobs_mode=LogprobsMode.SCRIPTED,
+            capabilities=_CAPABILITIES,
+            policy_version=self._version,
+            policy_label=self._label,
+            paused=self._paused,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges."""
+        return replace(
+            self._stats,
+            waiting=len(self._flights),
+            policy_version=self._version,
+            paused=self._paused,
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """Answer from the script."""
+        if self._closed:
+            raise Unavailable("the engine is closed", reason="ENGINE_CLOSED")
+        violations = check_sampling(request.sampling, self._codec.vocab_size)
+        violations += check_prompt(
+            request.prompt_token_ids, request.sampling.max_tokens, self._codec.vocab_size, self._max_context
+        )
+        raise_violations(violations)
+        if request.request_id in self._flights:
+            raise AlreadyExists(f"request {request.request_id} is in flight", reason="REQUEST_IN_FLIGHT")
+        flight = self._flights[request.request_id] = _Flight(request)
+        began = time.monotonic()
+        try:
+            await self._wait_for_turn(flight)
+            ids, logprob, reason = ((), 0.0, _ABORT) if flight.aborted else self._answer(request)
+        finally:
+            del self._flights[request.request_id]
+        queued = time.monotonic() - began
+        tokens = np.array(ids, np.int32)
+        logprobs = np.full(tokens.size, logprob, np.float32)
+        self._stats = replace(
+            self._stats,
+            prompt_tokens=self._stats.prompt_tokens + request.prompt_token_ids.size,
+            sampled_tokens=self._stats.sampled_tokens + tokens.size,
+            aborted=self._stats.aborted + (reason is _ABORT),
+            finished=self._stats.finished + (reason is not _ABORT),
+        )
+        version = self._version
+        if request.stream and reason is not _ABORT:
+            yield Started(version, 0)
+            for start in range(0, tokens.size, _DELTA_TOKENS):
+                piece = slice(start, start + _DELTA_TOKENS)
+                yield Delta(tokens[piece], logprobs[piece], version)
+        stopped = reason is FinishReason.STOP and tokens.size > 0 and int(tokens[-1]) in self._codec.stop_token_ids
+        yield Done(
+            finish_reason=reason,
+            token_ids=tokens,
+            logprobs=logprobs,
+            version_spans=(VersionSpan(version, 0, tokens.size),) if tokens.size else (),
+            stop_token_id=int(tokens[-1]) if stopped else None,
+            prompt_tokens=request.prompt_token_ids.size,
+            cached_tokens=0,
+            timings=Timings(queued, 0.0, 0.0),
+            seed=request.sampling.seed or 0,
+        )
+
+    async def score(self, token_ids: TokenIds, temperature: float = 1.0) -> Scores:
+        """A script has no distribution."""
+        raise Unsupported("the scripted engine cannot score", reason="CAPABILITY_MISSING")
+
+    async def abort(
+        self, *, request_ids: Sequence[str] = (), session_id: str | None = None, everything: bool = False
+    ) -> int:
+        """End generations that a pause holds; others end by themselves at once."""
+        chosen = [
+            flight
+            for flight in self._flights.values()
+            if not flight.aborted
+            and (
+                everything
+                or flight.request.request_id in request_ids
+                or (session_id and flight.request.session_id == session_id)
+            )
+        ]
+        for flight in chosen:
+            flight.aborted = True
+        await self._tell()
+        return len(chosen)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Hold what comes; nothing runs for longer than a moment."""
+        self._paused = True
+        if mode is PauseMode.ABORT:
+            await self.abort(everything=True)
+
+    async def resume(self) -> None:
+        """Answer what was held."""
+        self._paused = False
+        await self._tell()
+
+    async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
+        """Open an update. A script has no weights: only the version will change."""
+        if self._update is not None:
+            raise Aborted("another update is open", reason="UPDATE_IN_PROGRESS", retry_after_s=1.0)
+        if version <= self._version:
+            raise FailedPrecondition(
+                f"policy version {version} is not newer than {self._version}, which is in force",
+                reason="POLICY_VERSION_NOT_NEWER",
+                metadata={"policy_version": str(self._version)},
+            )
+        self._update = (version, label)
+
+    async def push_tensors(self, tensors: Tensors) -> None:
+        """Take any tensors and forget them."""
+        if self._update is None:
+            _no_update()
+
+    async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> UpdatePhases:
+        """Put the version in force."""
+        if self._update is None:
+            _no_update()
+        (self._version, self._label), self._update = self._update, None
+        await self._tell()
+        return UpdatePhases(0.0, 0.0)
+
+    async def abort_update(self) -> None:
+        """Drop the open update, if any."""
+        self._update = None
+
+    async def aclose(self) -> None:
+        """End what is held. Raises FailedPrecondition (SCRIPT_UNCONSUMED), once, for entries that nobody asked for."""
+        if self._closed:
+            return
+        self._closed = True
+        await self.abort(everything=True)
+        needed = {n for n, turn in enumerate(self._script.turns) if not turn.repeat}
+        left = {session: sorted(needed - used) for session, used in (self._used or {"": set()}).items()}
+        left = {session: turns for session, turns in left.items() if turns}
+        if self._script.strict and left:
+            session, turns = next(iter(left.items()))
+            raise FailedPrecondition(
+                f"the script was not played to its end: session {session!r} never asked for turns {turns}"
+                + (f", and {len(left) - 1} more sessions" if len(left) > 1 else ""),
+                reason="SCRIPT_UNCONSUMED",
+            )
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_for_turn(self, flight: _Flight) -> None:
+        """Until nothing pauses and the version is new enough, or until aborted."""
+        least, exact = flight.request.min_policy_version, flight.request.exact_policy_version
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: flight.aborted or (not self._paused and (least is None or least <= self._version))
+            )
+        if not flight.aborted and exact not in (None, self._version):
+            raise FailedPrecondition(
+                f"policy version {exact} was asked for and {self._version} is in force",
+                reason="POLICY_VERSION_UNAVAILABLE",
+                metadata={"policy_version": str(self._version)},
+            )
+
+    def _answer(self, request: GenerateRequest) -> tuple[tuple[int, ...], float, FinishReason]:
+        """The entry for this call; it is used up by being found."""
+        prompt = self._codec.decode(request.prompt_token_ids)
+        used = self._used.setdefault(request.session_id, set())
+        for n, turn in enumerate(self._script.turns):
+            if (n not in used or turn.repeat) and turn.when.holds(prompt):
+                used.add(n)
+                ids, limit = self._replies[n], request.sampling.max_tokens
+                cut = len(ids) > limit or turn.finish == "length"
+                logprob = self._script.logprob if turn.logprob is None else turn.logprob
+                return ids[:limit], logprob, FinishReason.LENGTH if cut else FinishReason.STOP
+        raise FailedPrecondition(
+            f"the script has no entry for this call (session {request.session_id!r}, {len(used)} of "
+            f"{len(self._script.turns)} entries used)",
+            reason="SCRIPT_NO_ENTRY",
+        )
+
+    def _encode(self, turn: Turn, where: str) -> tuple[int, ...]:
+        if isinstance(turn.reply, str):
+            try:
+                ids = tuple(self._codec.encode(turn.reply).tolist())
+            except CodecError as error:
+                violation = Violation(where, str(error))
+                raise InvalidArgument(str(error), reason=error.reason, violations=[violation]) from error
+            end = self._codec.end_of_turn_id
+            return ids if turn.finish == "length" or end is None else (*ids, end)
+        bad = [token for token in turn.reply if not 0 <= token < self._codec.vocab_size]
+        raise_violations([Violation(where, f"{bad[0]} is not in [0, {self._codec.vocab_size})")] if bad else [])
+        return turn.reply
+
+
+_ABORT = FinishReason.ABORT
+
+
+async def open_engine(options: EngineOptions) -> ScriptedEngine:
+    """The entry point `scripted` of the group `penstock.inference.engines`."""
+    return await ScriptedEngine.open(options)
+
+
+def _texts(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
+
+
+def _no_update() -> NoReturn:
+    raise FailedPrecondition("no update is open", reason="NO_UPDATE_OPEN")

@@ -1,0 +1,1 @@
+"""The only package here, beside `service.py`, that knows protos."""

@@ -1,0 +1,320 @@
+"""Between the protos and the domain's plain data, both ways. No decisions: ranges are the engine's to check."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.chat.v1 import chat_pb2, completion_pb2
+from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock_chassis.errors import InvalidArgument, Unsupported, Violation
+from penstock_inference.engines.base import (
+    Delta,
+    Done,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    GenerateEvent,
+    GenerateRequest,
+    Logprobs,
+    LogprobsMode,
+    PauseMode,
+    Sampling,
+    Started,
+    TokenIds,
+    TopLogprobs,
+    UpdateFormat,
+    VersionSpan,
+)
+from penstock_inference.model_files import TokenizerDirectory
+from penstock_inference.weights import UpdateBegin, UpdateCommit, UpdateFrame, UpdateResult
+
+_LOGPROBS_MODES = {
+    LogprobsMode.PROCESSED: completion_pb2.LOGPROBS_MODE_PROCESSED,
+    LogprobsMode.SCRIPTED: completion_pb2.LOGPROBS_MODE_SCRIPTED,
+    LogprobsMode.NONE: completion_pb2.LOGPROBS_MODE_UNSPECIFIED,
+}
+_FINISH_REASONS = {
+    FinishReason.STOP: chat_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: chat_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: chat_pb2.FINISH_REASON_ABORT,
+}
+_PAUSE_MODES: dict[int, PauseMode] = {
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
+}
+_FORMATS: dict[int, UpdateFormat] = {
+    pb.WEIGHT_FORMAT_SAFETENSORS: UpdateFormat.FULL,
+    pb.WEIGHT_FORMAT_SAFETENSORS_PARTIAL: UpdateFormat.DELTA,
+}
+# What chat.v1.Sampling calls the same and holds as one number.
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "top_logprobs",
+)
+_PROTO_ONLY = ("thinking", "thinking_budget_tokens", "response_format_json")
+
+
+def token_ids(data: bytes, field: str) -> TokenIds:
+    """Little-endian int32."""
+    if len(data) % 4:
+        raise invalid(field, f"holds {len(data)} bytes, not a multiple of 4: token ids are little-endian int32")
+    return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
+
+
+def generate_request(message: pb.GenerateRequest, info: EngineInfo) -> GenerateRequest:
+    """Raises InvalidArgument or Unsupported for what the message alone shows to be wrong."""
+    if message.adapter:
+        raise missing_capability("adapters")
+    kind = message.WhichOneof("prompt")
+    if kind is None:
+        raise invalid("prompt", "is not set")
+    if kind == "chat":
+        raise Unsupported(
+            "this engine takes token ids; render the messages first (Render, or the codec library)",
+            reason="CAPABILITY_MISSING",
+            metadata={"capability": "chat_prompt"},
+        )
+    prompt = token_ids(message.token_ids, "token_ids")
+    version = message.version
+    return GenerateRequest(
+        request_id=message.request_id,
+        prompt_token_ids=prompt,
+        sampling=sampling(message.sampling, info, prompt.size),
+        session_id=message.session_id,
+        stream=message.stream,
+        min_policy_version=version.min_version if version.HasField("min_version") else None,
+        exact_policy_version=version.exact_version if version.HasField("exact_version") else None,
+    )
+
+
+def sampling(message: chat_pb2.Sampling, info: EngineInfo, prompt_tokens: int) -> Sampling:
+    """With the engine's defaults filled in: no limit but the context, temperature 1, no filters.
+
+    Raises InvalidArgument naming every option that is set and that the engine does not honour (R63).
+    """
+    violations = [
+        Violation(f"sampling.{name}", f"is not honoured by the {info.engine} engine; leave it unset")
+        for name in (*_NUMBERS, *_PROTO_ONLY)
+        if message.HasField(name) and name not in info.sampling_fields  # type: ignore[arg-type]
+    ]
+    if message.stop and "stop" not in info.sampling_fields:
+        violations.append(
+            Violation("sampling.stop", f"is not honoured by the {info.engine} engine; use stop_token_ids")
+        )
+    if message.HasField("n") and message.n != 1:
+        violations.append(Violation("sampling.n", "must be 1: one request is one completion"))
+    if message.HasField("top_k") and message.top_k < 1:
+        violations.append(Violation("sampling.top_k", "must be at least 1; leave it unset for off"))
+    if violations:
+        raise InvalidArgument(
+            f"{violations[0].field} {violations[0].description}",
+            reason="GENERATE_REQUEST_INVALID",
+            violations=violations,
+        )
+    # A prompt that fills the context leaves no token, which the engine refuses in its own words.
+    given: dict[str, Any] = {"max_tokens": max(1, info.max_context_tokens - prompt_tokens)}
+    given |= {name: getattr(message, name) for name in _NUMBERS if message.HasField(name)}  # type: ignore[arg-type]
+    return Sampling(stop_token_ids=tuple(message.stop_token_ids), **given)
+
+
+def generate_event(event: GenerateEvent, request: GenerateRequest, info: EngineInfo) -> pb.GenerateResponse:
+    """One event of a generation."""
+    if isinstance(event, Started):
+        return pb.GenerateResponse(
+            started=pb.GenerateStarted(
+                policy_version=event.policy_version,
+                cached_tokens=event.cached_tokens,
+                prompt_tokens=request.prompt_token_ids.size,
+            )
+        )
+    if isinstance(event, Delta):
+        span = (VersionSpan(event.policy_version, 0, event.token_ids.size),)
+        return pb.GenerateResponse(
+            delta=pb.GenerateDelta(span=_token_span(event.token_ids, event.logprobs, span, event.top, info))
+        )
+    return pb.GenerateResponse(done=pb.GenerateDone(completion=_completion(event, request, info)))
+
+
+def _completion(done: Done, request: GenerateRequest, info: EngineInfo) -> completion_pb2.Completion:
+    count = done.token_ids.size
+    completion = completion_pb2.Completion(
+        span=_token_span(done.token_ids, done.logprobs, done.version_spans, done.top, info),
+        finish_reason=_FINISH_REASONS[done.finish_reason],
+        sampling_used=_sampling_used(request.sampling, done.seed),
+        engine=info.engine,
+        engine_version=info.engine_version,
+        model=info.model,
+        timings=completion_pb2.Timings(
+            queued=duration(done.timings.queue_s),
+            prefill=duration(done.timings.prefill_s),
+            decode=duration(done.timings.decode_s),
+        ),
+        usage=chat_pb2.Usage(
+            prompt_tokens=done.prompt_tokens, completion_tokens=count, cached_tokens=done.cached_tokens
+        ),
+    )
+    if done.stop_token_id is not None:
+        completion.stop_token_id = done.stop_token_id
+    return completion
+
+
+def _token_span(
+    ids: TokenIds, values: Logprobs, versions: Iterable[VersionSpan], top: TopLogprobs | None, info: EngineInfo
+) -> completion_pb2.TokenSpan:
+    return completion_pb2.TokenSpan(
+        token_ids=ids.astype("<i4", copy=False).tobytes(),
+        count=ids.size,
+        logprobs=b"" if info.logprobs_mode is LogprobsMode.NONE else values.astype("<f4", copy=False).tobytes(),
+        logprobs_mode=_LOGPROBS_MODES[info.logprobs_mode],
+        versions=[
+            completion_pb2.PolicyVersionSpan(policy_version=v.policy_version, start=v.start, end=v.end)
+            for v in versions
+        ],
+        top_token_ids=b"" if top is None else top.token_ids.astype("<i4", copy=False).tobytes(),
+        top_logprobs=b"" if top is None else top.logprobs.astype("<f4", copy=False).tobytes(),
+        top_count=0 if top is None else top.token_ids.shape[1],
+    )
+
+
+def _sampling_used(used: Sampling, seed: int) -> chat_pb2.Sampling:
+    message = chat_pb2.Sampling(
+        temperature=used.temperature,
+        top_p=used.top_p,
+        min_p=used.min_p,
+        max_tokens=used.max_tokens,
+        min_tokens=used.min_tokens,
+        stop_token_ids=used.stop_token_ids,
+        seed=seed,
+        presence_penalty=used.presence_penalty,
+        frequency_penalty=used.frequency_penalty,
+        repetition_penalty=used.repetition_penalty,
+        n=1,
+        top_logprobs=used.top_logprobs,
+    )
+    if used.top_k:
+        message.top_k = used.top_k
+    return message
+
+
+def info_response(info: EngineInfo, files: TokenizerDirectory) -> pb.GetInfoResponse:
+    """What is served."""
+    can = info.capabilities
+    return pb.GetInfoResponse(
+        engine=info.engine,
+        engine_version=info.engine_version,
+        model=info.model,
+        capabilities=pb.EngineCapabilities(
+            token_ids=can.token_ids,
+            logprobs=can.logprobs,
+            version_spans=can.version_spans,
+            in_flight_update=can.in_flight_update,
+            adapters=can.adapters,
+            score=can.score,
+            # The proto promises it whoever else is being served.
+            seed=can.seed and can.batch_invariant,
+            abort=can.abort,
+            structured_output=can.structured_output,
+            sleep=can.sleep,
+            sampling_fields=[*info.sampling_fields, "n"],
+        ),
+        max_context_tokens=info.max_context_tokens,
+        vocabulary_size=info.vocab_size,
+        stop_token_ids=info.stop_token_ids,
+        tokenizer_sha256=files.tokenizer_sha256,
+        chat_template_sha256=files.chat_template_sha256,
+        logprobs_mode=_LOGPROBS_MODES[info.logprobs_mode],
+        policy_version=info.policy_version,
+        paused=info.paused,
+        dtype=info.dtype,
+        parameter_count=info.parameter_count,
+    )
+
+
+def stats_response(stats: EngineStats) -> pb.WatchStatsResponse:
+    """The engine's load."""
+    return pb.WatchStatsResponse(
+        running=stats.running,
+        waiting=stats.waiting,
+        prompt_tokens=stats.prompt_tokens + stats.cached_tokens,
+        cached_prompt_tokens=stats.cached_tokens,
+        sampled_tokens=stats.sampled_tokens,
+        aborted=stats.aborted,
+        policy_version=stats.policy_version,
+        cache_use=stats.cache_use,
+    )
+
+
+def pause_mode(mode: int, default: PauseMode | None = None) -> PauseMode:
+    """Raises InvalidArgument for an unspecified mode without a default."""
+    found = _PAUSE_MODES.get(mode) or default
+    if found is None:
+        raise invalid("mode", "must be PAUSE_MODE_ABORT, PAUSE_MODE_WAIT or PAUSE_MODE_KEEP")
+    return found
+
+
+async def update_frames(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> AsyncIterator[UpdateFrame]:
+    """A push as the domain reads it."""
+    async for message in messages:
+        kind = message.WhichOneof("frame")
+        if kind == "chunk":
+            yield message.chunk
+        elif kind == "commit":
+            yield UpdateCommit(message.commit.sha256)
+        elif kind == "begin":
+            begin = message.begin
+            if begin.format not in _FORMATS:
+                raise invalid("begin.format", "must be WEIGHT_FORMAT_SAFETENSORS or WEIGHT_FORMAT_SAFETENSORS_PARTIAL")
+            yield UpdateBegin(
+                policy_version=begin.policy_version,
+                update_format=_FORMATS[begin.format],
+                mode=pause_mode(begin.mode, PauseMode.KEEP),
+                size_bytes=begin.size_bytes if begin.HasField("size_bytes") else None,
+                sha256=begin.sha256 if begin.HasField("sha256") else None,
+            )
+        else:
+            raise invalid("frame", "is not set")
+
+
+def update_response(result: UpdateResult) -> pb.UpdateWeightsResponse:
+    """The version in force and where the time went."""
+    return pb.UpdateWeightsResponse(
+        policy_version=result.policy_version,
+        phases=pb.UpdatePhases(
+            transfer=duration(result.transfer_s), pause=duration(result.pause_s), load=duration(result.load_s)
+        ),
+    )
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds, not negative."""
+    message = Duration()
+    message.FromNanoseconds(round(max(0.0, seconds) * 1e9))
+    return message
+
+
+def invalid(field: str, text: str) -> InvalidArgument:
+    """One field that does not hold."""
+    return InvalidArgument(f"{field} {text}", reason="REQUEST_INVALID", violations=[Violation(field, text)])
+
+
+def missing_capability(name: str) -> Unsupported:
+    """What the engine in use does not do."""
+    return Unsupported(
+        f"the engine does not offer {name}; GetInfo.capabilities lists what it does",
+        reason="CAPABILITY_MISSING",
+        metadata={"capability": name},
+    )

@@ -1,0 +1,159 @@
+"""`penstock.inference.v1.InferenceService`: protos to the engine's calls and back, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock.inference.v1 import inference_service_pb2_grpc as rpc
+from penstock_chassis.auth import Role
+from penstock_inference.engines.base import Engine
+from penstock_inference.model_files import TokenizerDirectory
+from penstock_inference.rpc import convert
+from penstock_inference.weights import WeightUpdates
+
+SERVICE = "penstock.inference.v1.InferenceService"
+
+_ANYONE = (Role.TRAINER, Role.OBSERVER)
+ROLES = {
+    # Trainers drive the engine; observers read what it is and how it fares.
+    SERVICE: (Role.TRAINER,),
+    f"{SERVICE}/GetInfo": _ANYONE,
+    f"{SERVICE}/GetTokenizer": _ANYONE,
+    f"{SERVICE}/ListAdapters": _ANYONE,
+    f"{SERVICE}/WatchStats": _ANYONE,
+}
+
+REGISTER = rpc.add_InferenceServiceServicer_to_server
+
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
+Context = Any
+
+
+class InferenceServicer(rpc.InferenceServiceServicer):
+    """Speaks gRPC for one engine."""
+
+    def __init__(self, engine: Engine, files: TokenizerDirectory, updates: WeightUpdates) -> None:
+        self._engine = engine
+        self._files = files
+        self._updates = updates
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:  # noqa: N802
+        return convert.info_response(self._engine.info(), self._files)
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: pb.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[pb.GetTokenizerResponse]:
+        for chunk in self._files.chunks():
+            yield pb.GetTokenizerResponse(file_name=chunk.file_name, chunk=chunk.data, sha256=chunk.sha256)
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        info = self._engine.info()
+        wanted = convert.generate_request(request, info)
+        async with aclosing(self._engine.generate(wanted)) as events:
+            async for event in events:
+                yield convert.generate_event(event, wanted, info)
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
+        if request.adapter:
+            raise convert.missing_capability("adapters")
+        if not self._engine.info().capabilities.score:
+            raise convert.missing_capability("score")
+        ids = convert.token_ids(request.token_ids, "token_ids")
+        if not 1 <= request.start < max(ids.size, 2):
+            raise convert.invalid("start", f"must be in [1, {ids.size}): the first token has no logprob")
+        scores = await self._engine.score(ids, request.temperature if request.HasField("temperature") else 1.0)
+        return pb.ScoreResponse(
+            logprobs=scores.logprobs[request.start - 1 :].astype("<f4").tobytes(), policy_version=scores.policy_version
+        )
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
+        target = request.WhichOneof("target")
+        if (
+            target is None
+            or (target == "all" and not request.all)
+            or (target == "session_id" and not request.session_id)
+        ):
+            raise convert.invalid("target", "must name requests, a session, or all = true")
+        count = await self._engine.abort(
+            request_ids=request.requests.request_ids,
+            session_id=request.session_id if target == "session_id" else None,
+            everything=target == "all",
+        )
+        return pb.AbortResponse(aborted_count=count)
+
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:  # noqa: N802
+        await self._engine.pause(convert.pause_mode(request.mode))
+        stats = self._engine.stats()
+        return pb.PauseResponse(in_flight_count=stats.running + stats.waiting)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:  # noqa: N802
+        await self._engine.resume()
+        return pb.ResumeResponse()
+
+    async def UpdateWeights(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context: Context
+    ) -> pb.UpdateWeightsResponse:
+        return convert.update_response(await self._updates.receive(convert.update_frames(request_iterator)))
+
+    async def WatchStats(  # noqa: N802
+        self, request: pb.WatchStatsRequest, context: Context
+    ) -> AsyncIterator[pb.WatchStatsResponse]:
+        interval = request.interval.ToTimedelta().total_seconds() if request.HasField("interval") else 1.0
+        if not _MIN_INTERVAL_S <= interval <= _MAX_INTERVAL_S:
+            raise convert.invalid("interval", f"must be in [{_MIN_INTERVAL_S:g} s, {_MAX_INTERVAL_S:g} s]")
+        while True:
+            yield convert.stats_response(self._engine.stats())
+            await asyncio.sleep(interval)
+
+    async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:  # noqa: N802
+        raise convert.missing_capability("sleep")
+
+    async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeResponse:  # noqa: N802
+        raise convert.missing_capability("sleep")
+
+    async def InitTransfer(  # noqa: N802
+        self, request: pb.InitTransferRequest, context: Context
+    ) -> pb.InitTransferResponse:
+        raise convert.missing_capability("external_transfer")
+
+    async def StartTransfer(  # noqa: N802
+        self, request: pb.StartTransferRequest, context: Context
+    ) -> pb.StartTransferResponse:
+        raise convert.missing_capability("external_transfer")
+
+    async def TransferTensors(  # noqa: N802
+        self, request: pb.TransferTensorsRequest, context: Context
+    ) -> pb.TransferTensorsResponse:
+        raise convert.missing_capability("external_transfer")
+
+    async def FinishTransfer(  # noqa: N802
+        self, request: pb.FinishTransferRequest, context: Context
+    ) -> pb.FinishTransferResponse:
+        raise convert.missing_capability("external_transfer")
+
+    async def LoadAdapter(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.LoadAdapterRequest], context: Context
+    ) -> pb.LoadAdapterResponse:
+        raise convert.missing_capability("adapters")
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: pb.UnloadAdapterRequest, context: Context
+    ) -> pb.UnloadAdapterResponse:
+        raise convert.missing_capability("adapters")
+
+    async def ListAdapters(  # noqa: N802
+        self, request: pb.ListAdaptersRequest, context: Context
+    ) -> pb.ListAdaptersResponse:
+        raise convert.missing_capability("adapters")
+
+    async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:  # noqa: N802
+        raise convert.missing_capability("render")
+
+    async def Parse(self, request: pb.ParseRequest, context: Context) -> pb.ParseResponse:  # noqa: N802
+        raise convert.missing_capability("parse")

@@ -1,0 +1,45 @@
+"""The inference service's settings: which model, which engine, which limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from penstock_chassis.settings import ServiceSettings
+from penstock_inference.engines.base import EngineOptions
+
+
+class InferenceSettings(ServiceSettings):
+    """Read from flags, `PENSTOCK_INFERENCE_*` and the table `[inference]`."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_INFERENCE_")
+
+    port: int = Field(7704, ge=0, le=65535, description="port to listen on; 0 lets the kernel choose")
+    model_dir: Path = Field(description="directory with config.json, model.safetensors, tokenizer.json, chat template")
+    model_name: str = Field("", description="the model's name as agents see it; empty takes the directory's name")
+    engine: str = Field("numpy", description="engine: numpy, scripted, or one that another package registers")
+    engine_options: dict[str, str] = Field(
+        default_factory=dict, description='options of the engine, a JSON object such as {"script": "turns.yaml"}'
+    )
+    max_concurrency: int = Field(64, ge=1, le=4096, description="generations that run at once; more wait")
+    max_waiting: int = Field(4096, ge=0, description="generations that may wait; more are refused")
+    max_context_tokens: int | None = Field(
+        None, ge=2, description="longest prompt and completion together, in tokens; numpy has 4096, scripted 2**20"
+    )
+    kv_cache_bytes: int = Field(1 << 30, ge=1 << 20, description="memory for keys and values, in bytes")
+    max_update_bytes: int = Field(512 << 20, ge=1 << 10, description="largest weight push, in bytes")
+    update_idle_s: float = Field(60.0, gt=0, le=3600, description="seconds of silence after which a push is given up")
+
+    def engine_settings(self) -> EngineOptions:
+        """The part that the engine is opened with."""
+        return EngineOptions(
+            model_dir=self.model_dir,
+            model_name=self.model_name or self.model_dir.resolve().name,
+            max_concurrency=self.max_concurrency,
+            max_waiting=self.max_waiting,
+            max_context_tokens=self.max_context_tokens,
+            kv_cache_bytes=self.kv_cache_bytes,
+            extra=self.engine_options,
+        )

@@ -1,0 +1,101 @@
+"""What calls are for: a first guess when a line opens, and the settled answer once its neighbours are known.
+
+A class that the ingress was told (an agent's header, a spec's hint) is believed. The rest is read off the graph's
+shape:
+
+- the first line that has tools is MAIN; lines without tools that opened beside it and were not continued are TITLE;
+- the same messages again are a RETRY: of several answers, the one that the agent went on with keeps its line's class;
+- a line that leaves another one in the middle is an EDIT;
+- a new root that starts like a known line (same system prompt and first user message) is a COMPACTION if it has fewer
+  messages, else an EDIT; the known history without its tools is a COMPACTION (the agent asks for a summary);
+- a root with the main line's system prompt and tools but another task is a COMPACTION, unless the main line waits
+  for a tool or the agent names another session: then it is a SUB_AGENT;
+- any other root is a SUB_AGENT if it has tools, else a TITLE; one token at most is a PROBE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock_interception.graph.fingerprint import digest
+from penstock_interception.graph.model import CallClass, CallHints, CallNode, PromptKey
+
+SIDE = frozenset({CallClass.TITLE, CallClass.PROBE})
+
+
+class Lines:
+    """The facts about a graph's lines that classifying a new root needs."""
+
+    def __init__(self) -> None:
+        self._main: CallNode | None = None  # the last call of the main line
+        self._longest: dict[tuple[bytes, bytes], int] = {}  # (system, first user) -> most messages seen
+        self._bare: set[bytes] = set()  # prompts without their tools
+
+    def add(self, node: CallNode) -> None:
+        """Take note of a committed call."""
+        start = (node.key.system, node.key.first_user)
+        self._longest[start] = max(self._longest.get(start, 0), node.key.messages)
+        self._bare.add(node.key.bare)
+        if node.planned_class in (CallClass.MAIN, CallClass.COMPACTION, CallClass.EDIT, CallClass.RETRY):
+            self._main = node
+
+    def classify_root(self, key: PromptKey, keys: Sequence[bytes], hints: CallHints) -> tuple[CallClass, str]:
+        """The class of a line that continues nothing, and why; `keys` are its messages' keys."""
+        if hints.call_class is not None:
+            return hints.call_class, "the agent says so"
+        if hints.max_tokens is not None and hints.max_tokens <= 1:
+            return CallClass.PROBE, "one token is asked for"
+        main = self._main
+        if main is None or (key.has_tools and not main.key.has_tools and main.parent is None):
+            return CallClass.MAIN, ""
+        if not key.has_tools and any(digest(*keys[:n]) in self._bare for n in range(2, len(keys))):
+            return CallClass.COMPACTION, "the history again, without its tools"
+        known = self._longest.get((key.system, key.first_user))
+        if known is not None:
+            if key.messages < known:
+                return CallClass.COMPACTION, "the same task with a shortened history"
+            return CallClass.EDIT, "the same task with an edited history"
+        elsewhere = bool(hints.session) and bool(main.session) and hints.session != main.session
+        if key.system == main.key.system and key.tools == main.key.tools:
+            if elsewhere or main.sampled.message.tool_calls:
+                return CallClass.SUB_AGENT, "a task of its own while the main line waits"
+            return CallClass.COMPACTION, "the main line starts anew"
+        return (CallClass.SUB_AGENT if key.has_tools else CallClass.TITLE), "another system prompt or other tools"
+
+
+def settle(nodes: Sequence[CallNode]) -> dict[str, CallClass]:
+    """Each call's class, in the light of all calls; `nodes` in the order of their commits."""
+    continued = {node.parent.call_id for node in nodes if node.parent is not None and node.continues_parent}
+    winners: dict[tuple[bytes, bytes], CallNode] = {}
+    for node in nodes:
+        twin = (node.key.state, node.key.kwargs)
+        best = winners.get(twin)
+        if best is None or node.call_id in continued or best.call_id not in continued:
+            winners[twin] = node
+    tools_seen = any(
+        node.planned_class is CallClass.MAIN and not node.continues_parent and node.key.has_tools for node in nodes
+    )
+    settled: dict[str, CallClass] = {}
+    lines: dict[str, bytes] = {}  # call -> the prompt state with which its line goes on: all others leave it
+    first: dict[tuple[bytes, bytes], CallNode] = {}
+    for node in nodes:
+        twin = (node.key.state, node.key.kwargs)
+        original = first.setdefault(twin, node)
+        if node.hinted:
+            settled[node.call_id] = node.planned_class
+            continue
+        if winners[twin] is not node:
+            settled[node.call_id] = CallClass.RETRY if node.call_id not in continued else CallClass.EDIT
+            continue
+        parent = node.parent
+        if parent is not None and node.continues_parent:
+            stays = lines.setdefault(parent.call_id, node.key.state) == node.key.state
+            above = settled[parent.call_id]
+            inherited = CallClass.EDIT if above is CallClass.RETRY else above
+            settled[node.call_id] = inherited if stays else CallClass.EDIT
+            continue
+        root = original.planned_class
+        if root is CallClass.MAIN and tools_seen and not node.key.has_tools:
+            root = CallClass.SUB_AGENT if node.call_id in continued else CallClass.TITLE
+        settled[node.call_id] = root
+    return settled

@@ -1,0 +1,215 @@
+"""The values that go into and come out of a rollout's token graph.
+
+Token ids are int32, logprobs float32 (natural logarithms, finite, <= 0). Spans are half open, [start, end).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock_codec.chat import FinishReason, Message, Sampling
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+MaskArray = NDArray[np.uint8]
+
+
+class CallClass(StrEnum):
+    """What a call was for. Every call has a class; none is dropped."""
+
+    MAIN = "main"
+    SUB_AGENT = "sub_agent"
+    COMPACTION = "compaction"
+    TITLE = "title"
+    PROBE = "probe"
+    EDIT = "edit"
+    RETRY = "retry"
+
+
+class LogprobsMode(StrEnum):
+    """What a logprob is the logarithm of: see penstock.chat.v1.LogprobsMode."""
+
+    RAW = "raw"
+    PROCESSED = "processed"
+    SCRIPTED = "scripted"
+
+
+@dataclass(frozen=True, slots=True)
+class CallHints:
+    """What the ingress knows about a call beside its messages.
+
+    `call_class` is set where the agent's spec or headers say it outright, and is believed. `session` is the agent's own
+    session id, empty when it sends none. `max_tokens` helps to tell probes.
+    """
+
+    call_class: CallClass | None = None
+    session: str = ""
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """The weights' version that sampled tokens [start, end)."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """One completion as it was delivered, with the message that the codec parsed from it.
+
+    `token_ids` is None where the source gave no tokens, `logprobs` where it gave none. `versions` cover the tokens
+    without a gap. `injected`: written by the trainer, not sampled. `usable`: False keeps the turn as context only.
+    """
+
+    message: Message
+    finish_reason: FinishReason
+    token_ids: IntArray | None = None
+    logprobs: FloatArray | None = None
+    logprobs_mode: LogprobsMode | None = None
+    versions: tuple[VersionSpan, ...] = ()
+    sampling_used: Sampling | None = None
+    engine: str = ""
+    engine_version: str = ""
+    injected: bool = False
+    usable: bool = True
+
+    @property
+    def count(self) -> int:
+        """Number of sampled tokens; 0 without tokens."""
+        return 0 if self.token_ids is None else int(self.token_ids.size)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKey:
+    """A prompt's fingerprints: 16-byte digests, equal when what a template shows is equal.
+
+    `state` stands for tools and all messages, `bare` for the messages alone.
+    """
+
+    state: bytes
+    bare: bytes
+    tools: bytes
+    kwargs: bytes
+    system: bytes
+    first_user: bytes
+    messages: int
+    has_tools: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Where a call would go in the graph and what the engine is asked. Making one changes nothing.
+
+    The prompt is `shared_prefix_len` tokens of the parent's prompt and completion, then `suffix_ids`. `exact` is
+    False when there are no tokens at all (a source without a tokenizer). `reason` says why a new branch opens. The
+    class is what is known now; `TokenGraph.branches` has the settled one.
+    """
+
+    rollout_id: str
+    branch_id: str
+    new_branch: bool
+    call_class: CallClass
+    parent_call_id: str | None
+    shared_prefix_len: int
+    prompt_ids: IntArray
+    suffix_ids: IntArray
+    exact: bool
+    reason: str
+    key: PromptKey
+    hints: CallHints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallNode:
+    """One committed call: the tokens that it added, and a link to the path that it continues.
+
+    Its prompt is the first `keep` tokens of the parent's path, then `suffix`; its path is the prompt, then what was
+    sampled. `planned_class` is the class when it was committed; `hinted` says that it was given, not inferred.
+    """
+
+    call_id: str
+    index: int
+    branch_id: str
+    parent: CallNode | None
+    keep: int
+    suffix: IntArray
+    sampled: Sampled
+    key: PromptKey
+    planned_class: CallClass
+    hinted: bool
+    session: str
+    reason: str
+    chain: bytes
+    prompt_count: int = field(init=False)  # length of the whole prompt in tokens
+    total: int = field(init=False)  # length of prompt and completion in tokens
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_count", self.keep + int(self.suffix.size))
+        object.__setattr__(self, "total", self.prompt_count + self.sampled.count)
+
+    @property
+    def continues_parent(self) -> bool:
+        """Whether its prompt starts with the whole of the parent's prompt and completion."""
+        return self.parent is not None and self.keep == self.parent.total
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A line of calls. `fork_call_id` is the call after which it left another branch; None for a root."""
+
+    branch_id: str
+    call_class: CallClass
+    fork_call_id: str | None
+    shared_count: int
+    call_ids: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSpan:
+    """What one call sampled, as [start, end) of a sample; `untrained` says why its mask is 0, empty when it is 1."""
+
+    call_id: str
+    start: int
+    end: int
+    untrained: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One root-to-leaf token sequence for a trainer: three arrays of equal length.
+
+    The mask is 1 exactly on sampled tokens to train; there the logprob is finite and <= 0, elsewhere 0.0. What
+    several samples share is masked 1 in one of them only. `weight` is the sample's share of the rollout's trained
+    tokens.
+    """
+
+    sample_id: str
+    branch_id: str
+    call_class: CallClass
+    input_ids: IntArray
+    loss_mask: MaskArray
+    logprobs: FloatArray
+    logprobs_mode: LogprobsMode | None
+    versions: tuple[VersionSpan, ...]
+    turns: tuple[TurnSpan, ...]
+    prompt_count: int
+    weight: float
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePolicy:
+    """What is trained: by default the classes that act on the task, and turns that the model ended itself."""
+
+    classes: frozenset[CallClass] = field(
+        default=frozenset({CallClass.MAIN, CallClass.SUB_AGENT, CallClass.COMPACTION, CallClass.EDIT})
+    )
+    train_truncated: bool = False

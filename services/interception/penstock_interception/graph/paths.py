@@ -1,0 +1,58 @@
+"""Paths through the graph as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock_interception.graph.model import CallNode, IntArray
+
+NO_TOKENS: IntArray = np.empty(0, dtype=np.int32)
+NO_TOKENS.setflags(write=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What one call put on a path: its first `context` suffix tokens and its first `sampled` completion tokens."""
+
+    node: CallNode
+    context: int
+    sampled: int
+
+
+def segments(node: CallNode, upto: int | None = None) -> Iterator[Segment]:
+    """The segments of a call's path, leaf first, up to `upto` tokens of it."""
+    limit = node.total if upto is None else upto
+    step: CallNode | None = node
+    while step is not None and limit > 0:
+        here = max(0, limit - step.keep)
+        context = min(here, int(step.suffix.size))
+        yield Segment(step, context, here - context)
+        limit = min(limit, step.keep)
+        step = step.parent
+
+
+def path_ids(node: CallNode, upto: int | None = None) -> IntArray:
+    """The first `upto` tokens (default: all) of a call's prompt and completion."""
+    pieces: list[IntArray] = []
+    limit = node.total if upto is None else upto
+    step: CallNode | None = node
+    while step is not None and limit > 0:  # as `segments`, without an object for each: this runs with every call
+        if limit > step.keep:
+            sampled = step.sampled.token_ids
+            if limit > step.prompt_count and sampled is not None:
+                pieces.append(sampled if limit >= step.total else sampled[: limit - step.prompt_count])
+            pieces.append(step.suffix if limit >= step.prompt_count else step.suffix[: limit - step.keep])
+            limit = step.keep
+        step = step.parent
+    pieces.reverse()
+    return np.concatenate(pieces) if pieces else NO_TOKENS
+
+
+def common_prefix(first: IntArray, second: IntArray) -> int:
+    """How many leading tokens two paths share."""
+    length = min(first.size, second.size)
+    differ = np.flatnonzero(first[:length] != second[:length])
+    return int(differ[0]) if differ.size else int(length)

@@ -1,0 +1,208 @@
+"""A committed call as bytes for a journal, and the hash chain over a rollout's calls.
+
+A record holds everything that rebuilds the call's node; replaying a rollout's records in order rebuilds the same
+graph. The layout is a magic number, a JSON header with its length, then the arrays as little-endian int32 and
+float32. The chain's head after a call is sha256 over the head before it and over what the call was: prompt ids,
+sampled ids, logprobs, versions, and the sampling that was used.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import struct
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock_chassis.errors import DataLoss
+from penstock_codec.chat import (
+    FinishReason,
+    Message,
+    Part,
+    ReasoningPart,
+    Role,
+    Sampling,
+    TextPart,
+    ToolCallPart,
+)
+from penstock_interception.graph.model import (
+    CallClass,
+    FloatArray,
+    IntArray,
+    LogprobsMode,
+    PromptKey,
+    Sampled,
+    VersionSpan,
+)
+
+MAGIC = b"PTG1"
+_HEAD = struct.Struct("<4sI")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CommitRecord:
+    """One commit. `chain` is the head after it; the other fields are CallNode's."""
+
+    call_id: str
+    branch_id: str
+    parent_call_id: str | None
+    keep: int
+    suffix: IntArray
+    sampled: Sampled
+    key: PromptKey
+    call_class: CallClass
+    hinted: bool
+    session: str
+    reason: str
+    chain: bytes
+
+    def to_bytes(self) -> bytes:
+        """The record for a journal."""
+        sampled = self.sampled
+        header = {
+            "call_id": self.call_id,
+            "branch_id": self.branch_id,
+            "parent_call_id": self.parent_call_id,
+            "keep": self.keep,
+            "suffix": int(self.suffix.size),
+            "tokens": None if sampled.token_ids is None else int(sampled.token_ids.size),
+            "logprobs": sampled.logprobs is not None,
+            "logprobs_mode": sampled.logprobs_mode,
+            "versions": [[span.policy_version, span.start, span.end] for span in sampled.versions],
+            "message": [_part_to_json(part) for part in sampled.message.parts],
+            "finish_reason": sampled.finish_reason,
+            "sampling_used": _sampling_to_json(sampled.sampling_used),
+            "engine": sampled.engine,
+            "engine_version": sampled.engine_version,
+            "injected": sampled.injected,
+            "usable": sampled.usable,
+            "key": {k: v.hex() if isinstance(v, bytes) else v for k, v in asdict(self.key).items()},
+            "call_class": self.call_class,
+            "hinted": self.hinted,
+            "session": self.session,
+            "reason": self.reason,
+            "chain": self.chain.hex(),
+        }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        arrays = (self.suffix, sampled.token_ids, sampled.logprobs)
+        return b"".join(
+            [_HEAD.pack(MAGIC, len(text)), text, *(_little(array) for array in arrays if array is not None)]
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> CommitRecord:
+        """Read a record. Raises DataLoss GRAPH_RECORD_DAMAGED for anything that `to_bytes` did not write."""
+        try:
+            return cls._read(data)
+        except (KeyError, TypeError, ValueError, struct.error, AttributeError) as error:
+            raise DataLoss("a journalled call cannot be read", reason="GRAPH_RECORD_DAMAGED") from error
+
+    @classmethod
+    def _read(cls, data: bytes) -> CommitRecord:
+        magic, length = _HEAD.unpack_from(data)
+        if magic != MAGIC:
+            raise ValueError("not a graph record")
+        header: dict[str, Any] = json.loads(data[_HEAD.size : _HEAD.size + length])
+        at = _HEAD.size + length
+        count = header["suffix"]
+        suffix = np.frombuffer(data, "<i4", count, at).astype(np.int32)
+        at += 4 * count
+        tokens = logprobs = None
+        if header["tokens"] is not None:
+            tokens = np.frombuffer(data, "<i4", header["tokens"], at).astype(np.int32)
+            at += 4 * header["tokens"]
+        if header["logprobs"]:
+            logprobs = np.frombuffer(data, "<f4", header["tokens"], at).astype(np.float32)
+            at += 4 * header["tokens"]
+        if at != len(data):
+            raise ValueError("the record has another length than its header says")
+        mode = header["logprobs_mode"]
+        sampled = Sampled(
+            message=Message(Role.ASSISTANT, tuple(_part_from_json(item) for item in header["message"])),
+            finish_reason=FinishReason(header["finish_reason"]),
+            token_ids=tokens,
+            logprobs=logprobs,
+            logprobs_mode=None if mode is None else LogprobsMode(mode),
+            versions=tuple(VersionSpan(*item) for item in header["versions"]),
+            sampling_used=_sampling_from_json(header["sampling_used"]),
+            engine=header["engine"],
+            engine_version=header["engine_version"],
+            injected=header["injected"],
+            usable=header["usable"],
+        )
+        key: dict[str, Any] = {k: bytes.fromhex(v) if isinstance(v, str) else v for k, v in header["key"].items()}
+        return cls(
+            call_id=header["call_id"],
+            branch_id=header["branch_id"],
+            parent_call_id=header["parent_call_id"],
+            keep=header["keep"],
+            suffix=suffix,
+            sampled=sampled,
+            key=PromptKey(**key),
+            call_class=CallClass(header["call_class"]),
+            hinted=header["hinted"],
+            session=header["session"],
+            reason=header["reason"],
+            chain=bytes.fromhex(header["chain"]),
+        )
+
+
+def chain_start(rollout_id: str) -> bytes:
+    """The head of a rollout's chain before its first call."""
+    return hashlib.sha256(b"penstock.trajectory.v1 chain\0" + rollout_id.encode()).digest()
+
+
+def chain_next(head: bytes, call_id: str, prompt_ids: IntArray, sampled: Sampled) -> bytes:
+    """The head after a call."""
+    facts = {
+        "call_id": call_id,
+        "versions": [[span.policy_version, span.start, span.end] for span in sampled.versions],
+        "logprobs_mode": sampled.logprobs_mode,
+        "sampling_used": _sampling_to_json(sampled.sampling_used),
+    }
+    state = hashlib.sha256(head)
+    for array in (prompt_ids, sampled.token_ids, sampled.logprobs):
+        state.update(hashlib.sha256(b"" if array is None else _little(array)).digest())
+    state.update(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode())
+    return state.digest()
+
+
+def _little(array: IntArray | FloatArray) -> bytes:
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _part_to_json(part: Part) -> dict[str, Any]:
+    match part:
+        case TextPart(text):
+            return {"text": text}
+        case ReasoningPart(text, signature):
+            return {"reasoning": text, "signature": base64.b64encode(signature).decode()}
+        case ToolCallPart(identity, name, arguments):
+            return {"call": identity, "name": name, "arguments": arguments}
+    raise TypeError(f"an assistant does not write a {type(part).__name__}")
+
+
+def _part_from_json(item: dict[str, Any]) -> Part:
+    if "text" in item:
+        return TextPart(item["text"])
+    if "reasoning" in item:
+        return ReasoningPart(item["reasoning"], base64.b64decode(item["signature"]))
+    return ToolCallPart(item["call"], item["name"], item["arguments"])
+
+
+def _sampling_to_json(sampling: Sampling | None) -> dict[str, Any] | None:
+    if sampling is None:
+        return None
+    return {name: value for name, value in asdict(sampling).items() if value is not None}
+
+
+def _sampling_from_json(item: dict[str, Any] | None) -> Sampling | None:
+    if item is None:
+        return None
+    for name in ("stop", "stop_token_ids"):
+        if name in item:
+            item[name] = tuple(item[name])
+    return Sampling(**item)

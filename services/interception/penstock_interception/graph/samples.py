@@ -1,0 +1,117 @@
+"""From the graph to what trainers eat: branches, and one sample per leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from penstock_codec.chat import FinishReason
+from penstock_interception.graph.model import Branch, CallClass, CallNode, Sample, SamplePolicy, TurnSpan, VersionSpan
+from penstock_interception.graph.paths import path_ids, segments
+
+_ORDER = list(CallClass)  # the main line first, retries last
+
+
+def branches(nodes: Sequence[CallNode], classes: Mapping[str, CallClass]) -> tuple[Branch, ...]:
+    """All branches in the order in which they opened; a branch has the class of its last call."""
+    lines: dict[str, list[CallNode]] = {}
+    for node in nodes:
+        lines.setdefault(node.branch_id, []).append(node)
+    return tuple(
+        Branch(
+            branch_id=branch_id,
+            call_class=classes[line[-1].call_id],
+            fork_call_id=None if line[0].parent is None else line[0].parent.call_id,
+            shared_count=line[0].keep,
+            call_ids=tuple(node.call_id for node in line),
+            reason=line[0].reason,
+        )
+        for branch_id, line in lines.items()
+    )
+
+
+def build(
+    rollout_id: str, nodes: Sequence[CallNode], classes: Mapping[str, CallClass], policy: SamplePolicy
+) -> tuple[Sample, ...]:
+    """One sample per leaf that has tokens, in the order of classes and then of time."""
+    inner: set[str] = set()  # calls that a later one with tokens continues
+    leaves: list[CallNode] = []
+    for node in reversed(nodes):
+        if node.sampled.token_ids is not None and node.call_id not in inner:
+            leaves.append(node)
+        elif node.call_id not in inner:
+            continue
+        if node.parent is not None and node.continues_parent:
+            inner.add(node.parent.call_id)
+    leaves.sort(key=lambda node: (_ORDER.index(classes[node.call_id]), node.index))
+    owned: set[str] = set()
+    made = [_sample(rollout_id, leaf, classes[leaf.call_id], policy, owned) for leaf in leaves]
+    trained = [int(sample.loss_mask.sum()) for sample in made]
+    whole = sum(trained)
+    weights = (count / whole if whole else 0.0 for count in trained)
+    return tuple(replace(sample, weight=weight) for sample, weight in zip(made, weights, strict=True))
+
+
+def _sample(rollout_id: str, leaf: CallNode, call_class: CallClass, policy: SamplePolicy, owned: set[str]) -> Sample:
+    ids = path_ids(leaf)
+    mask = np.zeros(ids.size, dtype=np.uint8)
+    logprobs = np.zeros(ids.size, dtype=np.float32)
+    versions: list[VersionSpan] = []
+    turns: list[TurnSpan] = []
+    for segment in reversed(list(segments(leaf))):
+        node, count = segment.node, segment.sampled
+        if not count:
+            continue
+        start = node.prompt_count
+        whole = count == node.sampled.count
+        why = "PARTIAL" if not whole else "SHARED" if node.call_id in owned else _untrained(node, call_class, policy)
+        if not why and node.sampled.logprobs is not None:
+            owned.add(node.call_id)
+            mask[start : start + count] = 1
+            logprobs[start : start + count] = node.sampled.logprobs
+        turns.append(TurnSpan(node.call_id, start, start + count, why))
+        _extend(versions, node.sampled.versions, start, start + count)
+    return Sample(
+        sample_id=f"{rollout_id}-{leaf.call_id}",
+        branch_id=leaf.branch_id,
+        call_class=call_class,
+        input_ids=ids,
+        loss_mask=mask,
+        logprobs=logprobs,
+        logprobs_mode=leaf.sampled.logprobs_mode,
+        versions=tuple(versions),
+        turns=tuple(turns),
+        prompt_count=turns[0].start if turns else int(ids.size),
+        weight=0.0,
+        truncated=leaf.sampled.finish_reason.truncated,
+    )
+
+
+def _untrained(node: CallNode, call_class: CallClass, policy: SamplePolicy) -> str:
+    """Why what `node` sampled is context in a sample of this class; empty when it is trained."""
+    sampled = node.sampled
+    if call_class not in policy.classes:
+        return f"CLASS_{call_class.upper()}"
+    if sampled.logprobs is None:
+        return "NO_LOGPROBS"
+    if sampled.injected:
+        return "INJECTED"
+    if not sampled.usable or sampled.finish_reason is FinishReason.CONTENT_FILTER:
+        return "UNUSABLE"
+    if sampled.finish_reason.truncated and not policy.train_truncated:
+        return "TRUNCATED"
+    return ""
+
+
+def _extend(versions: list[VersionSpan], added: Sequence[VersionSpan], start: int, end: int) -> None:
+    for span in added:
+        left, right = start + span.start, min(start + span.end, end)
+        if left >= right:
+            continue
+        last = versions[-1] if versions else None
+        if last is not None and last.policy_version == span.policy_version and last.end == left:
+            versions[-1] = VersionSpan(last.policy_version, last.start, right)
+        else:
+            versions.append(VersionSpan(span.policy_version, left, right))

@@ -1,0 +1,109 @@
+"""Puts the domain together: the only module that knows all of its parts.
+
+Invariants: parts are opened in the order of their needs and closed in the reverse one, whatever failed in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.journal import Journal
+from penstock_sandbox.backends.base import ENTRY_POINTS, Backend
+from penstock_sandbox.backends.local import runtimes
+from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
+from penstock_sandbox.backends.local.installer import Installer
+from penstock_sandbox.model import Resources
+from penstock_sandbox.sandboxes import MIGRATIONS, Limits, Sandboxes
+from penstock_sandbox.settings import SandboxSettings
+from penstock_sandbox.snapshots import Snapshots
+from penstock_sandbox.toolboxes import Toolboxes
+
+BackendFactory = Callable[[SandboxSettings], Backend]
+"""What the entry point group ``penstock.sandbox.backends`` holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class App:
+    """The opened domain."""
+
+    sandboxes: Sandboxes
+    snapshots: Snapshots
+    toolboxes: Toolboxes
+    spool: Path
+
+
+def local_backend(settings: SandboxSettings) -> Backend:
+    """The local backend as the settings want it."""
+    return LocalBackend(
+        LocalOptions(
+            state_dir=settings.state_dir / "local",
+            first_uid=settings.first_uid,
+            uid_count=settings.uid_count,
+            tmp_bytes=settings.tmp_bytes,
+            extra_read_only=settings.extra_read_only,
+            allow_open_network=settings.allow_open_network,
+            staged=dict(runtimes.mountable()),
+        )
+    )
+
+
+@asynccontextmanager
+async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
+    """Open everything. Raises FailedPrecondition when the default backend is not installed."""
+    async with AsyncExitStack() as stack:
+        # The journal's lock is what makes this instance the only one on its state directory: it comes first.
+        journal = await stack.enter_async_context(
+            await Journal.open(settings.state_dir / "journal.sqlite", MIGRATIONS, sync=settings.journal_sync)
+        )
+        backends = {point.name: point.load()(settings) for point in entry_points(group=ENTRY_POINTS)}
+        if settings.default_backend not in backends:
+            raise FailedPrecondition(
+                f"the backend {settings.default_backend!r} is not installed; there are: "
+                + (", ".join(sorted(backends)) or "none"),
+                reason="BACKEND_UNAVAILABLE",
+            )
+        for backend in backends.values():
+            stack.push_async_callback(backend.aclose)
+            await backend.open()
+        spool = settings.state_dir / "spool"
+        await asyncio.to_thread(_fresh_spool, spool)
+        toolboxes = Toolboxes(
+            settings.state_dir / "local" / "toolboxes",
+            Installer(settings.first_uid + settings.uid_count if os.geteuid() == 0 else None),
+        )
+        await asyncio.to_thread(toolboxes.open)
+        stack.push_async_callback(toolboxes.aclose)
+        sandboxes = Sandboxes(
+            backends,
+            settings.default_backend,
+            toolboxes,
+            journal,
+            spool,
+            Limits(
+                max_sandboxes=settings.max_sandboxes,
+                default_lease_s=settings.default_lease_s,
+                max_lease_s=settings.max_lease_s,
+                default_resources=Resources(
+                    settings.default_cpu, settings.default_memory_bytes, settings.default_pids, None
+                ),
+                allowed_upstreams=settings.allowed_upstreams,
+            ),
+        )
+        await sandboxes.open()
+        stack.push_async_callback(sandboxes.aclose)
+        snapshots = Snapshots(sandboxes, settings.max_lease_s)
+        stack.push_async_callback(snapshots.aclose)
+        yield App(sandboxes, snapshots, toolboxes, spool)
+
+
+def _fresh_spool(spool: Path) -> None:
+    spool.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for leftover in spool.iterdir():
+        leftover.unlink()

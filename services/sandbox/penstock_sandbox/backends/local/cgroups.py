@@ -1,0 +1,233 @@
+"""Control groups: limits in force for all of a sandbox's processes together.
+
+Purpose: find out which limits can really be enforced here (v1, v2 or both at once, "hybrid"), and make one group per
+sandbox. What cannot be enforced is not offered; nothing is ever silently dropped (R55).
+
+Invariants: only groups under our own parent, named after this service's state directory, are ever touched; a group
+is removed when its sandbox is. An ordinary user gets a v2 group only where one was delegated to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock_sandbox.model import Resources, Stats
+
+_CPU_PERIOD_US = 100_000
+_V2_CONTROLLERS = ("cpu", "memory", "pids")
+
+
+@dataclass(frozen=True, slots=True)
+class _Hierarchy:
+    """One mounted hierarchy in which groups can be made under ``parent``."""
+
+    version: int
+    controllers: frozenset[str]
+    parent: Path
+
+
+class Cgroups:
+    """The hierarchies usable here. ``detect`` probes; the constructor only remembers."""
+
+    def __init__(self, hierarchies: tuple[_Hierarchy, ...]) -> None:
+        self._hierarchies = hierarchies
+        self.controllers: frozenset[str] = frozenset().union(*(found.controllers for found in hierarchies))
+
+    @classmethod
+    def detect(cls, name: str) -> Cgroups:
+        """Find, by doing it, where groups can be made; ``name`` is our parent group's."""
+        own = _own_groups()
+        hierarchies = []
+        for version, controllers, mount in _mounts():
+            wanted = set(_V2_CONTROLLERS) & controllers if version == 1 else set(_V2_CONTROLLERS)
+            if not wanted:
+                continue
+            # The group of this process within this hierarchy, as the mount shows it.
+            inside = own.get(frozenset(controllers) if version == 1 else frozenset(), "/")
+            for base in dict.fromkeys((mount / inside.lstrip("/"), mount)):
+                usable = _usable(version, wanted, base, name)
+                if usable:
+                    hierarchies.append(_Hierarchy(version, frozenset(usable), base / name))
+                    break
+        return cls(tuple(hierarchies))
+
+    def create(self, sandbox_id: str, limits: Resources) -> Group:
+        """Make a sandbox's group with its limits. Raises OSError; then nothing is left."""
+        folders: dict[str, Path] = {}
+        group = Group(folders, {found.parent / sandbox_id: found.version for found in self._hierarchies})
+        try:
+            for found in self._hierarchies:
+                folder = found.parent / sandbox_id
+                folder.mkdir()
+                for controller in found.controllers:
+                    folders[controller] = folder
+                for file, value in _limits(found, limits):
+                    (folder / file).write_text(value)
+        except BaseException:
+            group.remove()
+            raise
+        return group
+
+    def leftovers(self) -> list[Group]:
+        """Groups that an earlier instance of this service left."""
+        names = {child.name for found in self._hierarchies for child in found.parent.iterdir() if child.is_dir()}
+        return [Group({}, {found.parent / name: found.version for found in self._hierarchies}) for name in names]
+
+    def remove_parents(self) -> None:
+        """Remove our own parent groups, which must be empty."""
+        for found in self._hierarchies:
+            try:
+                found.parent.rmdir()
+            except FileNotFoundError:
+                continue
+
+
+class Group:
+    """One sandbox's group in every hierarchy."""
+
+    def __init__(self, by_controller: Mapping[str, Path], folders: Mapping[Path, int]) -> None:
+        self._by_controller = by_controller
+        self._folders = folders
+
+    @property
+    def members_files(self) -> list[str]:
+        """Files to which a process writes its id to join."""
+        return [str(folder / "cgroup.procs") for folder in self._folders]
+
+    def oom_kills(self) -> int:
+        """How many times the kernel killed in this group for memory."""
+        folder = self._by_controller.get("memory")
+        if folder is None:
+            return 0
+        file = folder / ("memory.events" if self._folders[folder] == 2 else "memory.oom_control")
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                return int(value)
+        return 0
+
+    def stats(self) -> Stats:
+        """What the group uses now and used at most."""
+        memory, pids, cpu = (self._by_controller.get(name) for name in ("memory", "pids", "cpu"))
+        v2 = memory is not None and self._folders[memory] == 2
+        return Stats(
+            memory_bytes=_number(memory, "memory.current" if v2 else "memory.usage_in_bytes"),
+            memory_peak_bytes=_number(memory, "memory.peak" if v2 else "memory.max_usage_in_bytes"),
+            pids=_number(pids, "pids.current"),
+            cpu_s=_cpu_seconds(cpu) if cpu is not None and self._folders[cpu] == 2 else None,
+        )
+
+    def remove(self) -> None:
+        """Remove the group, which must be without processes. Raises OSError (EBUSY) otherwise."""
+        for folder in self._folders:
+            try:
+                folder.rmdir()
+            except FileNotFoundError:
+                continue
+
+    def members(self) -> set[int]:
+        """Processes in the group."""
+        found: set[int] = set()
+        for folder in self._folders:
+            try:
+                found.update(int(line) for line in (folder / "cgroup.procs").read_text().split())
+            except FileNotFoundError:
+                continue
+        return found
+
+
+def _limits(found: _Hierarchy, limits: Resources) -> list[tuple[str, str]]:
+    writes: list[tuple[str, str]] = []
+    if "memory" in found.controllers and limits.memory_bytes is not None:
+        value = str(limits.memory_bytes)
+        if found.version == 2:
+            # Without swap the limit is the limit.
+            writes += [("memory.max", value), ("memory.swap.max", "0")]
+        else:
+            writes.append(("memory.limit_in_bytes", value))
+            if (found.parent / "memory.memsw.limit_in_bytes").exists():
+                writes.append(("memory.memsw.limit_in_bytes", value))
+    if "pids" in found.controllers and limits.pids is not None:
+        writes.append(("pids.max", str(limits.pids)))
+    if "cpu" in found.controllers and limits.cpu is not None:
+        quota = max(1000, round(limits.cpu * _CPU_PERIOD_US))
+        if found.version == 2:
+            writes.append(("cpu.max", f"{quota} {_CPU_PERIOD_US}"))
+        else:
+            writes += [("cpu.cfs_period_us", str(_CPU_PERIOD_US)), ("cpu.cfs_quota_us", str(quota))]
+    return writes
+
+
+def _usable(version: int, wanted: set[str], base: Path, name: str) -> set[str]:
+    """The controllers for which a group can be made and entered under ``base``; makes our parent group there."""
+    parent = base / name
+    trial = parent / "probe"
+    offered: set[str] = set()
+    try:
+        if version == 2:
+            offered = set((base / "cgroup.controllers").read_text().split()) & wanted
+            if not offered:
+                return set()
+            _enable(base, offered)
+        parent.mkdir(exist_ok=True)
+        if version == 2:
+            _enable(parent, offered)
+        trial.mkdir(exist_ok=True)
+        try:
+            files = {"cpu": ("cpu.max", "cpu.cfs_quota_us"), "memory": ("memory.max", "memory.limit_in_bytes")}
+            files["pids"] = ("pids.max", "pids.max")
+            able = {name for name in wanted if os.access(trial / files[name][0 if version == 2 else 1], os.W_OK)}
+            return able if os.access(trial / "cgroup.procs", os.W_OK) else set()
+        finally:
+            trial.rmdir()
+    except OSError:
+        # Read-only, not delegated, or (v2) a base that holds processes and so cannot pass controllers on.
+        return set()
+
+
+def _enable(folder: Path, controllers: set[str]) -> None:
+    control = folder / "cgroup.subtree_control"
+    missing = controllers - set(control.read_text().split())
+    if missing:
+        control.write_text(" ".join(f"+{name}" for name in sorted(missing)))
+
+
+def _mounts() -> list[tuple[int, set[str], Path]]:
+    """Mounted hierarchies: version, v1 controllers, mount point."""
+    found: list[tuple[int, set[str], Path]] = []
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        _, point, kind, options, *_ = line.split(" ")
+        if kind == "cgroup":
+            found.append((1, set(options.split(",")) & {"cpu", "cpuacct", "memory", "pids"}, Path(point)))
+        elif kind == "cgroup2":
+            found.append((2, set(), Path(point)))
+    return found
+
+
+def _own_groups() -> dict[frozenset[str], str]:
+    """This process's group by set of v1 controllers; the empty set for v2."""
+    groups: dict[frozenset[str], str] = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        groups[frozenset(filter(None, controllers.split(",")))] = path
+    return groups
+
+
+def _number(folder: Path | None, file: str) -> int | None:
+    if folder is None:
+        return None
+    try:
+        return int((folder / file).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _cpu_seconds(folder: Path) -> float | None:
+    for line in (folder / "cpu.stat").read_text().splitlines():
+        key, _, value = line.partition(" ")
+        if key == "usage_usec":
+            return int(value) / 1e6
+    return None

@@ -1,0 +1,128 @@
+"""The service's end of a spawner or door channel: requests with replies matched by number, and events.
+
+Invariants: everything happens on the event loop's thread and nothing blocks it; when the peer ends, every request in
+flight fails with ``ChannelClosed`` and ``on_close`` runs once. Descriptors received belong to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from penstock_sandbox.spawner import wire
+
+Reply = tuple[wire.Message, list[int]]
+
+
+class ChannelClosed(Exception):
+    """The process at the other end has ended."""
+
+
+class Refused(Exception):
+    """The process at the other end answered that it could not: the kernel's ``errno`` and what it was doing."""
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(what)
+        self.errno = number
+        self.what = what
+
+
+class Channel:
+    """One end of a SOCK_SEQPACKET socket pair on the running loop."""
+
+    def __init__(
+        self, sock: socket.socket, on_event: Callable[[wire.Message], None], on_close: Callable[[], None]
+    ) -> None:
+        self._sock = sock
+        self._sock.setblocking(False)
+        self._on_event = on_event
+        self._on_close = on_close
+        self._loop = asyncio.get_running_loop()
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._last = 0
+        self._sending = asyncio.Lock()
+        self.closed = False
+        self._loop.add_reader(sock, self._readable)
+
+    async def request(self, message: wire.Message, descriptors: Sequence[int] = ()) -> Reply:
+        """Send ``message`` and wait for its reply. Raises Refused or ChannelClosed.
+
+        A cancelled caller's reply is dropped and its descriptors are closed when it comes.
+        """
+        if self.closed:
+            raise ChannelClosed
+        self._last += 1
+        message["seq"] = self._last
+        reply: asyncio.Future[Reply] = self._loop.create_future()
+        self._replies[self._last] = reply
+        try:
+            await self._send(message, descriptors)
+        except BaseException:
+            del self._replies[message["seq"]]
+            raise
+        answer, given = await reply
+        if "errno" in answer:
+            raise Refused(answer["errno"], answer["what"])
+        return answer, given
+
+    async def _send(self, message: wire.Message, descriptors: Sequence[int]) -> None:
+        async with self._sending:
+            while True:
+                try:
+                    return wire.send(self._sock, message, descriptors)
+                except BlockingIOError:
+                    await self._writable()
+                except (BrokenPipeError, ConnectionResetError) as error:
+                    raise ChannelClosed from error
+
+    async def _writable(self) -> None:
+        ready = asyncio.Event()
+        self._loop.add_writer(self._sock, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            self._loop.remove_writer(self._sock)
+
+    def _readable(self) -> None:
+        try:
+            received = wire.receive(self._sock)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            received = None
+        if received is None:
+            self.close()
+            return
+        message, descriptors = received
+        seq = message.get("seq")
+        if seq is None:
+            self._on_event(message)
+            return
+        reply = self._replies.pop(seq)
+        if reply.done():
+            for descriptor in descriptors:
+                os.close(descriptor)
+        else:
+            reply.set_result((message, descriptors))
+
+    def close(self) -> None:
+        """Close this end; harmless when it is closed already."""
+        if self.closed:
+            return
+        self.closed = True
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(ChannelClosed())
+        self._replies.clear()
+        self._on_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,110 @@
+"""The one endpoint of a sandbox: connections to its loopback port, carried to one upstream and to nothing else.
+
+Purpose: the door opened the listener inside the sandbox's network namespace; this service accepts on it and connects to
+the address that the policy names. The sandbox has no other way out.
+
+Invariants: bytes are carried as they are, half-closes included; a reader that is slow slows its writer (nothing is
+buffered beyond the transports' limits); closing the endpoint cuts every connection at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import structlog
+
+_CHUNK = 64 * 1024
+_CONNECTIONS = 256
+_CONNECT_TIMEOUT_S = 10.0
+
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+_log = structlog.get_logger(__name__)
+
+
+class Endpoint:
+    """Serves one listener until closed."""
+
+    def __init__(self, sandbox_id: str, listener: socket.socket, upstream: str) -> None:
+        self._sandbox_id = sandbox_id
+        self._listener = listener
+        self._upstream = upstream
+        self._connections: set[asyncio.Task[None]] = set()
+        self._acceptor: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Begin to accept."""
+        self._listener.setblocking(False)
+        self._acceptor = asyncio.create_task(self._accept(), name=f"endpoint-{self._sandbox_id}")
+
+    async def aclose(self) -> None:
+        """Stop accepting and cut every connection."""
+        tasks = [*self._connections]
+        if self._acceptor is not None:
+            tasks.append(self._acceptor)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listener.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, _ = await loop.sock_accept(self._listener)
+            if len(self._connections) >= _CONNECTIONS:
+                connection.close()
+                continue
+            task = asyncio.create_task(self._carry(connection))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _carry(self, connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            inside = await asyncio.open_connection(sock=connection, limit=_CHUNK)
+        except OSError:
+            connection.close()
+            return
+        try:
+            try:
+                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                    outside = await _connect(self._upstream)
+            except (OSError, TimeoutError) as error:
+                # The agent sees a reset; the operator sees why.
+                _log.warning(
+                    "upstream unreachable", sandbox=self._sandbox_id, upstream=self._upstream, error=str(error)
+                )
+                inside[1].transport.abort()
+            else:
+                await self._splice(inside, outside)
+        finally:
+            inside[1].transport.close()
+
+    async def _splice(self, inside: _Streams, outside: _Streams) -> None:
+        try:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_pump(inside[0], outside[1]))
+                both.create_task(_pump(outside[0], inside[1]))
+        except* OSError:
+            # One side broke off: the other one learns by the abort.
+            inside[1].transport.abort()
+        finally:
+            outside[1].transport.abort()
+
+
+async def _connect(upstream: str) -> _Streams:
+    if upstream.startswith("unix:"):
+        return await asyncio.open_unix_connection(upstream.removeprefix("unix:"), limit=_CHUNK)
+    host, _, port = upstream.rpartition(":")
+    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=_CHUNK)
+    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return reader, writer
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(_CHUNK):
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()

@@ -1,0 +1,46 @@
+"""From the kernel's error numbers, as a door reports them, to the service's errors."""
+
+from __future__ import annotations
+
+import errno
+
+from penstock_chassis.errors import (
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    PenstockError,
+    PermissionDenied,
+    ResourceExhausted,
+)
+from penstock_sandbox.backends.local.channel import Refused
+
+_TABLE: dict[int, tuple[type[PenstockError], str]] = {
+    errno.ENOENT: (NotFound, "FILE_NOT_FOUND"),
+    errno.ENOTDIR: (FailedPrecondition, "NOT_A_DIRECTORY"),
+    errno.EISDIR: (FailedPrecondition, "NOT_A_FILE"),
+    errno.ENXIO: (FailedPrecondition, "NOT_A_FILE"),
+    errno.EINVAL: (FailedPrecondition, "NOT_A_FILE"),
+    errno.ELOOP: (FailedPrecondition, "SYMLINK_IN_PATH"),
+    errno.EEXIST: (FailedPrecondition, "NOT_A_DIRECTORY"),
+    errno.ENOTEMPTY: (FailedPrecondition, "DIRECTORY_NOT_EMPTY"),
+    errno.ESTALE: (FailedPrecondition, "FILE_REPLACED"),
+    errno.EACCES: (PermissionDenied, "FILE_PERMISSION"),
+    errno.EROFS: (PermissionDenied, "FILE_PERMISSION"),
+    errno.EBUSY: (PermissionDenied, "FILE_PERMISSION"),
+    errno.EPERM: (PermissionDenied, "FILE_PERMISSION"),
+    errno.EILSEQ: (InvalidArgument, "TAR_MEMBER_REFUSED"),
+    errno.EBADMSG: (InvalidArgument, "TAR_UNREADABLE"),
+    errno.ENAMETOOLONG: (InvalidArgument, "PATH_TOO_LONG"),
+    errno.EFBIG: (ResourceExhausted, "TREE_TOO_LARGE"),
+    errno.ENOSPC: (ResourceExhausted, "DISK_FULL"),
+    errno.EDQUOT: (ResourceExhausted, "DISK_FULL"),
+    errno.EMFILE: (ResourceExhausted, "DESCRIPTORS"),
+    errno.EAGAIN: (ResourceExhausted, "PROCESS_LIMIT"),
+}
+
+
+def file_error(refusal: Refused, path: str) -> PenstockError:
+    """The error for a file operation on ``path`` that the door refused."""
+    kind, reason = _TABLE.get(refusal.errno, (Internal, "FILE_OPERATION_FAILED"))
+    return kind(f"{path}: {refusal.what}", reason=reason, metadata={"path": path})

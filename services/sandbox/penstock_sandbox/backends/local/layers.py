@@ -1,0 +1,151 @@
+"""The writable layers of local sandboxes on the host's disk: how they differ from their base, and how they go away.
+
+Purpose: an overlay's upper directory is owned by the sandbox's user and may be changed by it at any moment, so it is
+walked by descriptor and no link in it is ever followed: the service may be root.
+
+Invariants: whiteouts (character devices 0:0) are deletions; a directory marked opaque is a deletion followed by what it
+holds. ``remove`` first renames, so that a sandbox is gone at once whatever the size of its files.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import shutil
+import stat
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
+_CHUNK = 256 * 1024
+
+
+class _Collector(io.RawIOBase):
+    """A write-only file that hands out what was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parts: list[bytes] = []
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        """Take bytes."""
+        self._parts.append(bytes(data))
+        self.size += len(self._parts[-1])
+        return len(self._parts[-1])
+
+    def take(self) -> bytes:
+        """Hand out what came since the last time."""
+        data = b"".join(self._parts)
+        self._parts.clear()
+        self.size = 0
+        return data
+
+
+def diff(upper: Path, hidden: frozenset[str]) -> Iterator[bytes | list[str]]:
+    """The layer as tar chunks (names relative to the root), then the deleted absolute paths.
+
+    ``hidden`` are paths relative to the root that are no change of the sandbox's, such as mount points.
+    """
+    sink = _Collector()
+    deleted: list[str] = []
+    archive = tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - closed between yields
+    for folder, folders, files, descriptor in os.fwalk(upper):
+        prefix = os.path.relpath(folder, upper)
+        for name in sorted((*folders, *files)):
+            relative = name if prefix == "." else f"{prefix}/{name}"
+            if relative in hidden:
+                continue
+            try:
+                status = os.lstat(name, dir_fd=descriptor)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+                deleted.append(f"/{relative}")
+                continue
+            yield from _add(archive, sink, descriptor, name, relative, status, deleted)
+    archive.close()
+    if sink.size:
+        yield sink.take()
+    yield sorted(deleted)
+
+
+def _add(
+    archive: tarfile.TarFile,
+    sink: _Collector,
+    folder: int,
+    name: str,
+    relative: str,
+    status: os.stat_result,
+    deleted: list[str],
+) -> Iterator[bytes]:
+    member = tarfile.TarInfo(relative)
+    member.mode = stat.S_IMODE(status.st_mode)
+    member.mtime = int(status.st_mtime)
+    if stat.S_ISDIR(status.st_mode):
+        member.type = tarfile.DIRTYPE
+        if _opaque(folder, name):
+            deleted.append(f"/{relative}")
+        archive.addfile(member)
+    elif stat.S_ISLNK(status.st_mode):
+        member.type = tarfile.SYMTYPE
+        member.linkname = os.readlink(name, dir_fd=folder)
+        archive.addfile(member)
+    elif stat.S_ISREG(status.st_mode):
+        opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        with os.fdopen(opened, "rb") as source:
+            member.size = os.fstat(opened).st_size
+            archive.addfile(member, source)
+    while sink.size >= _CHUNK:
+        data = sink.take()
+        for start in range(0, len(data), _CHUNK):
+            yield data[start : start + _CHUNK]
+
+
+def _opaque(folder: int, name: str) -> bool:
+    opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return any(key in _OPAQUE and os.getxattr(opened, key) == b"y" for key in os.listxattr(opened))
+    finally:
+        os.close(opened)
+
+
+def size(folder: Path) -> int:
+    """Bytes of the regular files below ``folder``; links are not followed."""
+    total = 0
+    for _, _, files, descriptor in os.fwalk(folder):
+        for name in files:
+            try:
+                total += os.lstat(name, dir_fd=descriptor).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def to_trash(folder: Path, trash: Path) -> Path | None:
+    """Rename a directory out of the way; None when it does not exist."""
+    target = trash / f"{folder.name}.{secrets.token_hex(4)}"
+    try:
+        folder.rename(target)
+    except FileNotFoundError:
+        return None
+    return target
+
+
+def remove(folder: Path) -> None:
+    """Remove a tree that may hold directories without permissions (overlay's own work directory has none)."""
+
+    def unlock(function: object, path: str, _: object) -> None:
+        parent = os.path.dirname(path)
+        for locked in (parent, path):
+            if os.path.isdir(locked) and not os.path.islink(locked):
+                os.chmod(locked, 0o700)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            os.unlink(path)
+
+    shutil.rmtree(folder, onerror=unlock)

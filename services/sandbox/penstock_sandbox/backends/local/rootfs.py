@@ -1,0 +1,177 @@
+"""The root of a local sandbox: which host files it sees, where it may write, and bubblewrap's arguments for that.
+
+Purpose: the root is an overlay (skeleton, sealed layers, the sandbox's own upper) with a read-only subset of the host's
+programs bound into it. Everything outside those binds is writable by the sandbox's user and lands in its upper.
+
+Invariants
+- Allow-list: a host path is visible only if it is named here or in the operator's ``extra_read_only``.
+- /etc is ours: accounts, resolver and host names say nothing about the host.
+- bubblewrap's arguments hold no secret; the environment of processes never passes through them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+HOME = "/home/agent"
+WORKDIR = "/workspace"
+OURS = "/opt/penstock"
+TOOLBOXES = "/opt/penstock/toolboxes"
+RUNTIMES = "/opt/penstock/runtimes"
+USER = "agent"
+USER_ID = 1000
+SYSTEM_PATH = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/local/sbin", "/usr/sbin", "/sbin")
+
+# Programs, libraries and what they cannot run without. Configuration of the host stays out.
+_PROGRAM_FOLDERS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
+_SETTINGS = (
+    "/etc/ld.so.cache",
+    "/etc/ld.so.conf",
+    "/etc/ld.so.conf.d",
+    "/etc/alternatives",
+    "/etc/ssl/certs",
+    "/etc/ssl/openssl.cnf",
+    "/etc/pki/tls",
+    "/etc/pki/ca-trust",
+    "/etc/ca-certificates",
+    "/etc/mime.types",
+    "/etc/localtime",
+    "/etc/terminfo",
+    "/etc/bash.bashrc",
+)
+_WRITTEN = {
+    "etc/passwd": (
+        "root:x:0:0:root:/root:/usr/sbin/nologin\n"
+        f"{USER}:x:{USER_ID}:{USER_ID}:{USER}:{HOME}:/bin/bash\n"
+        "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+    ),
+    "etc/group": f"root:x:0:\n{USER}:x:{USER_ID}:\nnogroup:x:65534:\n",
+    "etc/hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "etc/hostname": "sandbox\n",
+    "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\nservices: files\nprotocols: files\n",
+    "etc/resolv.conf": "",
+    "etc/machine-id": "",
+    "etc/services": "http 80/tcp\nhttps 443/tcp\n",
+    "etc/protocols": "ip 0 IP\nicmp 1 ICMP\ntcp 6 TCP\nudp 17 UDP\n",
+}
+_EMPTY = ("proc", "dev", "tmp", "var/tmp", "var/log", "run", "opt/penstock", "mnt", "srv", "root", "etc/ssl")
+_OF_THE_USER = ("home/agent", "workspace")
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """A host directory or file shown read-only at ``target``."""
+
+    source: str
+    target: str
+
+
+def host_binds(extra: Iterable[Path]) -> tuple[list[Bind], dict[str, str]]:
+    """The host's programs as binds, and the links (path -> target) that stand where the host has links."""
+    binds: list[Bind] = []
+    links: dict[str, str] = {}
+    for path in (*_PROGRAM_FOLDERS, *map(str, extra)):
+        if os.path.islink(path) and path in _PROGRAM_FOLDERS:
+            links[path] = os.readlink(path)
+        elif os.path.exists(path):
+            binds.append(Bind(os.path.realpath(path), path))
+    return binds, links
+
+
+def write_skeleton(folder: Path, binds: Sequence[Bind], links: dict[str, str]) -> None:
+    """Make the lowest layer in ``folder``: our own files, and a mount point for every bind.
+
+    With the mount points here bubblewrap makes none, so a fresh sandbox's upper is empty. It is built with fixed modes
+    and without the user's directories, which each sandbox gets in its own upper or layer.
+    """
+    folder.mkdir(mode=0o755)
+    for name in _EMPTY:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name, content in _WRITTEN.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    for path, target in links.items():
+        link = folder / path.lstrip("/")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(target)
+    for bind in binds:
+        point = folder / bind.target.lstrip("/")
+        if os.path.isdir(bind.source):
+            point.mkdir(parents=True, exist_ok=True)
+        else:
+            point.parent.mkdir(parents=True, exist_ok=True)
+            point.touch()
+    # Copied, not bound: bubblewrap pays for each bind in every sandbox. As old as the service's start.
+    for setting in _SETTINGS:
+        _copy_setting(setting, folder / setting.lstrip("/"))
+    for parent, _, files in os.walk(folder):
+        os.chmod(parent, 0o755)
+        for file_name in files:
+            if not os.path.islink(os.path.join(parent, file_name)):
+                os.chmod(os.path.join(parent, file_name), 0o644)
+
+
+def _copy_setting(source: str, target: Path) -> None:
+    """Copy what everybody on the host may read; anything else is left out."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.islink(source):
+        target.symlink_to(os.readlink(source))
+    elif os.path.isfile(source):
+        if os.stat(source).st_mode & stat.S_IROTH:
+            shutil.copyfile(source, target)
+    elif os.path.isdir(source) and os.stat(source).st_mode & stat.S_IROTH:
+        target.mkdir(exist_ok=True)
+        for name in os.listdir(source):
+            _copy_setting(os.path.join(source, name), target / name)
+
+
+def prepare_upper(upper: Path, work: Path, uid: int | None, *, fresh: bool) -> None:
+    """Make a sandbox's writable layer, owned by its host user; ``fresh`` also makes the user's own directories."""
+    for folder in (upper, work, *((upper / name for name in _OF_THE_USER) if fresh else ())):
+        folder.mkdir(mode=0o755, parents=True)
+        if uid is not None:
+            os.chown(folder, uid, uid)
+    if fresh and uid is not None:
+        os.chown(upper / "home", uid, uid)
+    os.chmod(work, 0o700)
+
+
+def bubblewrap_arguments(
+    *,
+    layers: Sequence[str],
+    upper: str,
+    work: str,
+    binds: Iterable[Bind],
+    mounts: Iterable[Bind],
+    tmp_bytes: int,
+    share_network: bool,
+) -> list[str]:
+    """Everything but the binary, its descriptors and the command.
+
+    ``layers`` are listed from the lowest up; ``mounts`` are the toolboxes and runtimes, all under ``/opt/penstock``.
+    """
+    arguments = ["--unshare-all"]
+    if share_network:
+        arguments.append("--share-net")
+    arguments += ["--unshare-user", "--uid", str(USER_ID), "--gid", str(USER_ID), "--disable-userns"]
+    arguments += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    arguments += ["--hostname", "sandbox", "--as-pid-1"]
+    for layer in layers:
+        arguments += ["--overlay-src", layer]
+    arguments += ["--overlay", upper, work, "/"]
+    for bind in binds:
+        arguments += ["--ro-bind", bind.source, bind.target]
+    # A tmpfs, since bubblewrap cannot make mount points in a skeleton that belongs to another user.
+    arguments += ["--size", "1048576", "--tmpfs", OURS]
+    for bind in mounts:
+        arguments += ["--ro-bind", bind.source, bind.target]
+    arguments += ["--remount-ro", OURS, "--proc", "/proc", "--dev", "/dev"]
+    for target in ("/tmp", "/dev/shm"):
+        arguments += ["--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", target]
+    return arguments

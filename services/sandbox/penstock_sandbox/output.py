@@ -1,0 +1,92 @@
+"""What a process wrote, kept so that it can be read again from any offset.
+
+Invariants: bytes [0, limit) of a stream are kept, later ones are counted (and the last ``tail`` of them kept apart, for
+answers that show both ends). Small outputs stay in memory; beyond ``_IN_MEMORY`` they move to a file of the service's
+own, so memory is bounded whatever a program writes. Appending happens on the event loop and is a page-cache write.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from pathlib import Path
+
+_IN_MEMORY = 64 * 1024
+
+
+class Output:
+    """One stream of one process. ``path`` is where it spills; nothing is created before that."""
+
+    def __init__(self, path: Path, limit: int, tail: int = 0) -> None:
+        self._path = path
+        self._limit = limit
+        self._tail_limit = tail
+        self._memory = bytearray()
+        self._file: int | None = None
+        self._tail: deque[bytes] = deque()
+        self._tail_bytes = 0
+        self.total = 0
+        """Bytes that the process wrote, kept or not."""
+
+    @property
+    def kept(self) -> int:
+        """Bytes that can be read, from offset 0."""
+        return min(self.total, self._limit)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether bytes were discarded."""
+        return self.total - self._limit > self._tail_limit
+
+    def append(self, data: bytes) -> None:
+        """Take what the process wrote. Raises OSError when the spool cannot be written."""
+        head = data[: max(0, self._limit - self.total)]
+        if head:
+            if self._file is None and len(self._memory) + len(head) > _IN_MEMORY:
+                self._spill()
+            if self._file is None:
+                self._memory += head
+            else:
+                _write_all(self._file, head, self.total)
+        rest = data[len(head) :]
+        if rest and self._tail_limit:
+            self._tail.append(rest)
+            self._tail_bytes += len(rest)
+            while self._tail_bytes - len(self._tail[0]) >= self._tail_limit:
+                self._tail_bytes -= len(self._tail.popleft())
+        self.total += len(data)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """At most ``length`` kept bytes from ``offset``; empty at the end of what is kept."""
+        if self._file is None:
+            return bytes(self._memory[offset : offset + length])
+        return os.pread(self._file, max(0, min(length, self.kept - offset)), offset)
+
+    def ends(self) -> bytes:
+        """All that is kept, and after it the last bytes beyond the limit."""
+        tail = b"".join(self._tail)
+        return self.read(0, self.kept) + (tail[-self._tail_limit :] if self._tail_limit else b"")
+
+    def close(self) -> None:
+        """Forget everything; the output cannot be read any more."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        self._memory.clear()
+        self._tail.clear()
+        self.total = 0
+
+    def _spill(self) -> None:
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # Reached by its descriptor alone: whatever ends this service, the space comes back.
+        os.unlink(self._path)  # noqa: PTH108
+        _write_all(self._file, bytes(self._memory), 0)
+        self._memory.clear()
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view = view[written:]
+        offset += written

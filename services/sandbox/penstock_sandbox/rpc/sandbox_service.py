@@ -1,0 +1,171 @@
+"""penstock.sandbox.v1.SandboxService."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from penstock.sandbox.v1 import sandbox_service_pb2 as pb
+from penstock.sandbox.v1 import sandbox_service_pb2_grpc
+from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_sandbox.model import Snapshot
+from penstock_sandbox.rpc import convert
+from penstock_sandbox.rpc.pages import page
+from penstock_sandbox.sandboxes import Sandboxes
+from penstock_sandbox.snapshots import CommandStarted, Snapshots
+
+Context = grpc.aio.ServicerContext[Any, Any]
+_MOST_CHILDREN = 256
+
+
+class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
+    """See the contract."""
+
+    def __init__(self, sandboxes: Sandboxes, snapshots: Snapshots) -> None:
+        self._sandboxes = sandboxes
+        self._snapshots = snapshots
+
+    async def CreateSandbox(self, request: pb.CreateSandboxRequest, context: Context) -> pb.CreateSandboxResponse:  # noqa: N802
+        if not request.request_id:
+            raise convert.refuse("request_id", "is required")
+        sandbox = await self._sandboxes.create(request.request_id, convert.spec_from(request.spec))
+        return pb.CreateSandboxResponse(sandbox=convert.sandbox_to(sandbox))
+
+    async def GetSandbox(self, request: pb.GetSandboxRequest, context: Context) -> pb.GetSandboxResponse:  # noqa: N802
+        return pb.GetSandboxResponse(sandbox=convert.sandbox_to(self._sandboxes.get(request.sandbox_id).view))
+
+    async def GetDataPlane(self, request: pb.GetDataPlaneRequest, context: Context) -> pb.GetDataPlaneResponse:  # noqa: N802
+        # Processes and files are served where sandboxes are.
+        self._sandboxes.get(request.sandbox_id)
+        return pb.GetDataPlaneResponse()
+
+    async def ListSandboxes(self, request: pb.ListSandboxesRequest, context: Context) -> pb.ListSandboxesResponse:  # noqa: N802
+        found = self._sandboxes.matching(dict(request.labels))
+        shown, token = page(found, lambda one: (one.created_at, one.id), request.page_size, request.page_token)
+        return pb.ListSandboxesResponse(sandboxes=map(convert.sandbox_to, shown), next_page_token=token)
+
+    async def WatchSandbox(  # noqa: N802
+        self, request: pb.WatchSandboxRequest, context: Context
+    ) -> AsyncIterator[pb.WatchSandboxResponse]:
+        async for view in self._sandboxes.watch(request.sandbox_id):
+            yield pb.WatchSandboxResponse(sandbox=convert.sandbox_to(view))
+
+    async def DeleteSandbox(self, request: pb.DeleteSandboxRequest, context: Context) -> pb.DeleteSandboxResponse:  # noqa: N802
+        await self._sandboxes.delete(request.sandbox_id)
+        return pb.DeleteSandboxResponse()
+
+    async def DeleteSandboxes(  # noqa: N802
+        self, request: pb.DeleteSandboxesRequest, context: Context
+    ) -> pb.DeleteSandboxesResponse:
+        return pb.DeleteSandboxesResponse(sandbox_ids=await self._sandboxes.delete_labelled(dict(request.labels)))
+
+    async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:  # noqa: N802
+        ends_at = self._sandboxes.renew(request.sandbox_id, convert.seconds(request.lease))
+        return pb.RenewLeaseResponse(expire_time=convert.timestamp(ends_at))
+
+    async def ListBackends(self, request: pb.ListBackendsRequest, context: Context) -> pb.ListBackendsResponse:  # noqa: N802
+        return pb.ListBackendsResponse(backends=map(convert.backend_to, self._sandboxes.backends()))
+
+    async def PrepareSnapshot(  # noqa: N802
+        self, request: pb.PrepareSnapshotRequest, context: Context
+    ) -> AsyncIterator[pb.PrepareSnapshotResponse]:
+        async for event in self._snapshots.prepare(convert.snapshot_spec_from(request.spec)):
+            if isinstance(event, Snapshot):
+                yield pb.PrepareSnapshotResponse(snapshot=convert.snapshot_to(event))
+            elif isinstance(event, CommandStarted):
+                yield pb.PrepareSnapshotResponse(
+                    command_started=pb.PrepareSnapshotResponse.CommandStarted(index=event.index)
+                )
+            else:
+                yield pb.PrepareSnapshotResponse(
+                    command_finished=pb.PrepareSnapshotResponse.CommandFinished(
+                        index=event.index, result=convert.run_result_to(event.result)
+                    )
+                )
+
+    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Context) -> pb.GetSnapshotResponse:  # noqa: N802
+        return pb.GetSnapshotResponse(snapshot=convert.snapshot_to(self._snapshots.get(request.snapshot_id)))
+
+    async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Context) -> pb.ListSnapshotsResponse:  # noqa: N802
+        shown, token = page(
+            self._snapshots.all(), lambda one: (one.created_at, one.id), request.page_size, request.page_token
+        )
+        return pb.ListSnapshotsResponse(snapshots=map(convert.snapshot_to, shown), next_page_token=token)
+
+    async def DeleteSnapshot(self, request: pb.DeleteSnapshotRequest, context: Context) -> pb.DeleteSnapshotResponse:  # noqa: N802
+        await self._snapshots.delete(request.snapshot_id)
+        return pb.DeleteSnapshotResponse()
+
+    async def ForkSandboxes(  # noqa: N802
+        self, request: pb.ForkSandboxesRequest, context: Context
+    ) -> AsyncIterator[pb.ForkSandboxesResponse]:
+        if not request.request_id:
+            raise convert.refuse("request_id", "is required")
+        if not 1 <= request.count <= _MOST_CHILDREN:
+            raise convert.refuse("count", f"must be 1 to {_MOST_CHILDREN}")
+        spec = request.spec
+        if spec.backend or spec.HasField("base") or spec.HasField("resources"):
+            raise convert.refuse("spec", "backend, base and resources come from the source and must be unset")
+        if request.WhichOneof("source") != "snapshot_id":
+            self._sandboxes.get(request.sandbox_id)
+            raise FailedPrecondition(
+                "this backend forks snapshots, not live sandboxes: prepare a snapshot first",
+                reason="CAPABILITY_MISSING",
+                metadata={"capabilities": "fork of a live sandbox"},
+            )
+        children = self._sandboxes.fork(
+            request.request_id, request.snapshot_id, request.count, convert.spec_from(spec), self._snapshots
+        )
+        async for index, child in children:
+            if isinstance(child, PenstockError):
+                failure = pb.ForkSandboxesResponse.ForkFailure(
+                    reason=child.reason, message=child.message, retriable=child.retry_after_s is not None
+                )
+                yield pb.ForkSandboxesResponse(index=index, failure=failure)
+            else:
+                yield pb.ForkSandboxesResponse(index=index, sandbox=convert.sandbox_to(child))
+
+    async def SetNetworkPolicy(  # noqa: N802
+        self, request: pb.SetNetworkPolicyRequest, context: Context
+    ) -> pb.SetNetworkPolicyResponse:
+        await self._sandboxes.set_network(request.sandbox_id, convert.network_from(request.network, "network"))
+        return pb.SetNetworkPolicyResponse()
+
+    async def PauseSandbox(self, request: pb.PauseSandboxRequest, context: Context) -> pb.PauseSandboxResponse:  # noqa: N802
+        live = self._sandboxes.get(request.sandbox_id)
+        raise FailedPrecondition(
+            f"the {live.backend.name} backend cannot pause",
+            reason="CAPABILITY_MISSING",
+            metadata={"backend": live.backend.name, "capabilities": "pause"},
+        )
+
+    async def ResumeSandbox(self, request: pb.ResumeSandboxRequest, context: Context) -> pb.ResumeSandboxResponse:  # noqa: N802
+        self._sandboxes.usable(request.sandbox_id)
+        return pb.ResumeSandboxResponse()
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:  # noqa: N802
+        _, handle, _ = self._sandboxes.usable(request.sandbox_id)
+        stats = await handle.stats()
+        return pb.GetStatsResponse(
+            memory_bytes=stats.memory_bytes,
+            memory_peak_bytes=stats.memory_peak_bytes,
+            pids=stats.pids,
+            cpu_time=convert.duration(stats.cpu_s) if stats.cpu_s is not None else None,
+            disk_bytes=stats.disk_bytes,
+        )
+
+    async def DiffSandbox(  # noqa: N802
+        self, request: pb.DiffSandboxRequest, context: Context
+    ) -> AsyncIterator[pb.DiffSandboxResponse]:
+        _, handle, _ = self._sandboxes.usable(request.sandbox_id)
+        digest = hashlib.sha256()
+        async for piece in handle.diff():
+            if isinstance(piece, bytes):
+                digest.update(piece)
+                yield pb.DiffSandboxResponse(tar_chunk=piece)
+            else:
+                end = pb.DiffSandboxResponse.DiffEnd(deleted_paths=map(convert.text, piece), sha256=digest.digest())
+                yield pb.DiffSandboxResponse(end=end)

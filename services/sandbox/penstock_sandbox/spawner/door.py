@@ -1,0 +1,334 @@
+"""The door of one sandbox: starts its processes, kills their trees, opens its files and its endpoint's listener.
+
+Purpose: a door is forked by the spawner, becomes the sandbox's user, enters the sandbox's namespaces and serves one
+SOCK_SEQPACKET channel. Being inside the mount namespace with that user's rights makes every path safe by construction:
+a symbolic link that an agent planted leads at most to what the agent could reach anyway.
+
+Invariants
+- The door itself stays in the host's process namespace: invisible to the sandbox, impossible to signal from it, and
+  not dumpable. Only its children are inside. It holds no descriptor that a child inherits.
+- It keeps two capabilities, both over the sandbox's user namespace only: CAP_SYS_ADMIN, to give each process its own
+  UTS namespace, and CAP_SYS_PTRACE, to read which one a process has. Executing a file drops them.
+- That UTS namespace is the process's tag: it is inherited by every descendant, the daemonised ones included, and
+  nothing in the sandbox can change it. Killing a process means killing all that carry its tag.
+- Requests are answered in order, one reply each; ``exit`` events follow the reply that told their pid.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib.machinery
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import termios
+import time
+from collections.abc import Callable
+
+from penstock_sandbox.spawner import files, syscalls, wire
+
+_KILL_DEADLINE_S = 10.0
+_OOM_BIAS = 500
+_RESET_SIGNALS = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+Reply = tuple[wire.Message, list[int]]
+
+
+class Door:
+    """Serves one sandbox's channel until it closes."""
+
+    def __init__(self, channel: socket.socket, host_proc: int, oom_score: int) -> None:
+        self._channel = channel
+        self._host_proc = host_proc
+        self._oom_score = oom_score
+        self._oom_base = int(os.pread(oom_score, 16, 0) or b"0")
+        self._tags: dict[int, int] = {}  # process id on the host -> descriptor that pins its UTS namespace
+        self._running: set[int] = set()
+        self._jobs: set[int] = set()
+        self._operations: dict[str, Callable[[wire.Message, list[int]], Reply]] = {
+            "start": self._start,
+            "signal": self._signal,
+            "kill": self._kill,
+            "forget": self._forget,
+            "listen": self._listen,
+            "job": self._job,
+        }
+
+    def serve(self) -> None:
+        """Answer requests and report exits until the service closes the channel."""
+        woken, wake = socket.socketpair()
+        for end in (woken, wake):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        poll.register(woken, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if woken.fileno() in ready:
+                try:
+                    woken.recv(4096)
+                except BlockingIOError:
+                    pass
+                self._reap()
+            if self._channel.fileno() in ready:
+                request = wire.receive(self._channel)
+                if request is None:
+                    return
+                self._answer(*request)
+
+    def _answer(self, request: wire.Message, descriptors: list[int]) -> None:
+        given: list[int] = []
+        try:
+            operation = self._operations.get(request["op"])
+            if operation is not None:
+                reply, given = operation(request, descriptors)
+            elif (on_descriptors := files.OPERATIONS_ON_DESCRIPTORS.get(request["op"])) is not None:
+                reply, given = on_descriptors(request, descriptors)
+            else:
+                reply, given = files.OPERATIONS[request["op"]](request)
+        except files.Refused as refusal:
+            reply = {"errno": refusal.errno, "what": refusal.what}
+        except OSError as error:
+            reply = {"errno": error.errno or errno.EIO, "what": error.strerror or str(error)}
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        reply["seq"] = request["seq"]
+        wire.send(self._channel, reply, given)
+        for descriptor in given:
+            os.close(descriptor)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._jobs:
+                self._jobs.discard(pid)
+            elif pid in self._running:
+                self._running.discard(pid)
+            else:
+                continue
+            # posix_spawn shares the door's memory until the program runs, and that counts: at or under the door's own
+            # peak the figure says nothing.
+            floor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            wire.send(
+                self._channel,
+                {
+                    "event": "exit",
+                    "pid": pid,
+                    "status": status,
+                    "cpu_s": usage.ru_utime + usage.ru_stime,
+                    "peak_bytes": usage.ru_maxrss * 1024 if usage.ru_maxrss > floor else None,
+                },
+            )
+
+    def _start(self, request: wire.Message, descriptors: list[int]) -> Reply:
+        environment: dict[str, str] = request["env"]
+        try:
+            os.chdir(request["cwd"])
+        except OSError as error:
+            raise files.Refused(error.errno or errno.EIO, f"working directory: {error.strerror}") from error
+        given: list[int] = []
+        held: list[int] = []
+        actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = []
+        try:
+            program = _find(request["argv"][0], environment.get("PATH", ""))
+            window: tuple[int, int] | None = request["pty"]
+            if window is not None:
+                primary, secondary = os.openpty()
+                given.append(primary)
+                held.append(secondary)
+                fcntl.ioctl(primary, termios.TIOCSWINSZ, struct.pack("HHHH", window[0], window[1], 0, 0))
+                # The child leads a new session, so opening a terminal makes it the controlling one.
+                actions.append((os.POSIX_SPAWN_OPEN, 0, os.ttyname(secondary), os.O_RDWR, 0))
+                actions += [(os.POSIX_SPAWN_DUP2, 0, 1), (os.POSIX_SPAWN_DUP2, 0, 2)]
+            else:
+                # Three descriptors that are none of 0, 1 and 2 (the door keeps those on /dev/null).
+                actions = [(os.POSIX_SPAWN_DUP2, descriptors[index], index) for index in range(3)]
+            syscalls.unshare(syscalls.CLONE_NEWUTS)
+            tag = os.open("self/ns/uts", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._host_proc)
+            try:
+                # An out-of-memory kill must hit what the agent runs before it hits the door or the sandbox's init.
+                os.pwrite(self._oom_score, str(min(1000, self._oom_base + _OOM_BIAS)).encode(), 0)
+                pid = os.posix_spawn(
+                    program,
+                    request["argv"],
+                    environment,
+                    file_actions=actions,
+                    setsid=True,
+                    setsigmask=[],
+                    setsigdef=_RESET_SIGNALS,
+                )
+            except BaseException:
+                os.close(tag)
+                raise
+            finally:
+                os.pwrite(self._oom_score, str(self._oom_base).encode(), 0)
+        except BaseException:
+            for descriptor in given:
+                os.close(descriptor)
+            raise
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+            os.chdir("/")
+        self._tags[pid] = tag
+        self._running.add(pid)
+        return {"pid": pid}, given
+
+    def _signal(self, request: wire.Message, _: list[int]) -> Reply:
+        pid: int = request["pid"]
+        if pid not in self._running:
+            raise files.Refused(errno.ESRCH, "the process has ended")
+        os.killpg(pid, request["signal"])
+        return {}, []
+
+    def _kill(self, request: wire.Message, _: list[int]) -> Reply:
+        descriptor = self._tags.get(request["pid"])
+        if descriptor is None:
+            raise files.Refused(errno.ESRCH, "no such process")
+        tag = f"uts:[{os.fstat(descriptor).st_ino}]"
+        deadline = time.monotonic() + _KILL_DEADLINE_S
+        killed: set[int] = set()
+        while found := self._carriers(tag):
+            for pid in found:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            killed.update(found)
+            if time.monotonic() > deadline:
+                raise files.Refused(
+                    errno.ETIMEDOUT, f"{len(found)} processes outlived {_KILL_DEADLINE_S:.0f} s of SIGKILL"
+                )
+            time.sleep(0.0005)
+        return {"killed": len(killed)}, []
+
+    def _carriers(self, tag: str) -> list[int]:
+        found = []
+        own = os.getpid()
+        for name in os.listdir(self._host_proc):
+            if not name.isdigit() or int(name) == own:
+                continue
+            try:
+                if os.readlink(f"{name}/ns/uts", dir_fd=self._host_proc) == tag:
+                    found.append(int(name))
+            except OSError:
+                # Another user's process, one that ended meanwhile, or a zombie: none can carry the tag and run.
+                continue
+        return found
+
+    def _forget(self, request: wire.Message, _: list[int]) -> Reply:
+        descriptor = self._tags.pop(request["pid"], None)
+        if descriptor is not None:
+            os.close(descriptor)
+        return {}, []
+
+    def _listen(self, request: wire.Message, _: list[int]) -> Reply:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", request["port"]))
+            listener.listen(128)
+        except OSError:
+            listener.close()
+            raise
+        return {}, [listener.detach()]
+
+    def _job(self, request: wire.Message, descriptors: list[int]) -> Reply:
+        """Run a long file operation in a child of its own; its result goes to ``descriptors[0]``."""
+        pid = os.fork()
+        if pid == 0:
+            code = 70
+            try:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+                # Not the last started process's tag: killing that process must not kill this job.
+                syscalls.unshare(syscalls.CLONE_NEWUTS)
+                syscalls.keep_capabilities(())
+                files.run_job(request, descriptors)
+                code = 0
+            finally:
+                os._exit(code)
+        self._jobs.add(pid)
+        return {"pid": pid}, []
+
+
+def _find(program: str, path: str) -> str:
+    if "/" in program:
+        return program
+    denied = False
+    for folder in path.split(":"):
+        candidate = os.path.join(folder or ".", program)
+        if os.access(candidate, os.X_OK):
+            if not os.path.isdir(candidate):
+                return candidate
+        elif os.path.exists(candidate):
+            denied = True
+    if denied:
+        raise files.Refused(errno.EACCES, f"{program}: not executable")
+    raise files.Refused(errno.ENOENT, f"{program}: not found in PATH")
+
+
+def enter(sandbox: int, channel: socket.socket, uid: int | None, groups: list[str]) -> None:
+    """Become the door: never returns. ``sandbox`` is a pidfd of its first process, ``uid`` the host user to become."""
+    code = 71
+    try:
+        syscalls.die_with_parent(signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        oom_score = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
+        host_proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for group in groups:
+            with open(group, "w", encoding="utf-8") as file:
+                file.write("0")
+        if uid is not None:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            # Changing the user clears the death signal.
+            syscalls.die_with_parent(signal.SIGKILL)
+        syscalls.set_dumpable(False)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        syscalls.setns(
+            sandbox,
+            syscalls.CLONE_NEWUSER
+            | syscalls.CLONE_NEWNS
+            | syscalls.CLONE_NEWNET
+            | syscalls.CLONE_NEWIPC
+            | syscalls.CLONE_NEWUTS
+            | syscalls.CLONE_NEWPID
+            | syscalls.CLONE_NEWCGROUP,
+        )
+        # Paths mean the sandbox's root from here on: an import would run what an agent planted.
+        sys.path.clear()
+        sys.path_importer_cache.clear()
+        sys.meta_path[:] = [importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter]
+        os.close(sandbox)
+        os.chdir("/")
+        os.umask(0o022)
+        syscalls.drop_bounding_set()
+        syscalls.keep_capabilities((syscalls.CAP_SYS_ADMIN, syscalls.CAP_SYS_PTRACE))
+        syscalls.set_no_new_privs()
+        syscalls.set_dumpable(False)
+        wire.send(channel, {"event": "ready"})
+        Door(channel, host_proc, oom_score).serve()
+        code = 0
+    except OSError as error:
+        wire.send(channel, {"event": "failed", "errno": error.errno or errno.EIO, "what": str(error)})
+    except BaseException as error:  # noqa: BLE001
+        # A defect, not a condition. Standard error is the service's own; the service sees the door close. No traceback:
+        # printing one opens source files, by now in the sandbox's root.
+        os.write(2, f"penstock door: {error!r}\n".encode())
+    finally:
+        os._exit(code)

@@ -1,0 +1,379 @@
+"""File operations as a door performs them: inside the sandbox's mount namespace, with the sandbox user's rights.
+
+Purpose: single-file operations open the file and hand its descriptor to the service, which moves the bytes; operations
+over a tree run as jobs, in a child of the door, and stream through a pipe.
+
+Invariants
+- Paths are absolute. A write goes to a fresh file in the target's directory and is renamed over the target, so nobody
+  sees half a file. No directory on the way may be a symbolic link: what is written lands where it was meant to.
+- Descriptors are opened without blocking and only regular files are handed out, so a planted FIFO stalls nobody.
+- A tree is unpacked without following a link, and holds only directories, regular files and links that stay inside.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+import stat
+import tarfile
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+from penstock_sandbox.spawner import wire
+
+Reply = tuple[wire.Message, list[int]]
+
+_CHUNK = 256 * 1024
+
+
+class Refused(Exception):
+    """An operation that cannot be done: ``errno`` classifies it, ``what`` says it."""
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(what)
+        self.errno = number
+        self.what = what
+
+
+def open_read(request: wire.Message) -> Reply:
+    """Open a regular file for reading; the last component's link is followed only when asked."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    if not request["follow"]:
+        flags |= os.O_NOFOLLOW
+    try:
+        descriptor = os.open(request["path"], flags)
+    except OSError as error:
+        if error.errno == errno.ELOOP and not request["follow"]:
+            raise Refused(errno.EISDIR, "a symbolic link") from error
+        raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise Refused(errno.EISDIR, "not a regular file")
+    return _describe(status), [descriptor]
+
+
+def open_write(request: wire.Message) -> Reply:
+    """Open a fresh file beside ``path`` for writing; ``commit`` renames it over ``path``, ``discard`` removes it."""
+    folder, name = _parent(request["path"], create=True)
+    try:
+        try:
+            if stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+                raise Refused(errno.EISDIR, "the path is a directory")
+        except FileNotFoundError:
+            pass
+        # By bytes: a name may be 255 of them, and the suffix needs 26.
+        stem = os.fsdecode(os.fsencode(name)[:200])
+        partial = f".{stem}.{secrets.token_hex(8)}.partial"
+        descriptor = os.open(
+            partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder
+        )
+        # The directory's descriptor goes along and comes back with commit: a renamed parent cannot redirect the rename.
+        return {"partial": partial, "name": name}, [descriptor, os.dup(folder)]
+    finally:
+        os.close(folder)
+
+
+def commit(request: wire.Message, descriptors: list[int]) -> Reply:
+    """Rename what ``open_write`` opened over its target: descriptors are the file's and its directory's."""
+    file, folder = descriptors
+    os.fchmod(file, request["mode"])
+    os.rename(request["partial"], request["name"], src_dir_fd=folder, dst_dir_fd=folder)
+    expected, found = os.fstat(file), os.lstat(request["name"], dir_fd=folder)
+    if (expected.st_dev, expected.st_ino) != (found.st_dev, found.st_ino):
+        raise Refused(errno.ESTALE, "another process replaced the file while it was being written")
+    return _describe(found), []
+
+
+def discard(request: wire.Message, descriptors: list[int]) -> Reply:
+    """Remove what ``open_write`` opened."""
+    os.unlink(request["partial"], dir_fd=descriptors[1])
+    return {}, []
+
+
+def stat_path(request: wire.Message) -> Reply:
+    """Describe a path; a link is described itself."""
+    path = request["path"]
+    status = os.lstat(path)
+    described = _describe(status)
+    if stat.S_ISLNK(status.st_mode):
+        described["target"] = os.readlink(path)
+    return described, []
+
+
+def list_directory(request: wire.Message) -> Reply:
+    """List a directory's entries by name, from after ``after``, ``limit`` at most."""
+    with os.scandir(request["path"]) as scan:
+        names = sorted(entry.name for entry in scan)
+    after: str = request["after"]
+    wanted = [name for name in names if name > after] if after else names
+    page = wanted[: request["limit"]]
+    entries = []
+    for name in page:
+        path = os.path.join(request["path"], name)
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            continue
+        described = _describe(status)
+        described["name"] = name
+        if stat.S_ISLNK(status.st_mode):
+            described["target"] = os.readlink(path)
+        entries.append(described)
+    return {"entries": entries, "more": len(wanted) > len(page)}, []
+
+
+def make_directory(request: wire.Message) -> Reply:
+    """Make a directory and its parents; one that exists is fine."""
+    folder, name = _parent(request["path"], create=True)
+    try:
+        try:
+            os.mkdir(name, 0o700, dir_fd=folder)
+        except FileExistsError:
+            if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+                raise
+            return {}, []
+        made = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            os.fchmod(made, request["mode"])
+        finally:
+            os.close(made)
+    finally:
+        os.close(folder)
+    return {}, []
+
+
+OPERATIONS: dict[str, Callable[[wire.Message], Reply]] = {
+    "open_read": open_read,
+    "open_write": open_write,
+    "stat": stat_path,
+    "list": list_directory,
+    "mkdir": make_directory,
+}
+OPERATIONS_ON_DESCRIPTORS: dict[str, Callable[[wire.Message, list[int]], Reply]] = {
+    "commit": commit,
+    "discard": discard,
+}
+
+
+def run_job(request: wire.Message, descriptors: list[int]) -> None:
+    """Run a tree operation and write its result, a JSON object, to ``descriptors[0]``."""
+
+    try:
+        result = _JOBS[request["job"]](request, descriptors)
+    except Refused as refusal:
+        result = {"errno": refusal.errno, "what": refusal.what}
+    except tarfile.TarError as error:
+        result = {"errno": errno.EBADMSG, "what": f"not a readable tar archive: {error}"}
+    except OSError as error:
+        result = {"errno": error.errno or errno.EIO, "what": f"{error.strerror}: {error.filename or ''}"}
+    os.write(descriptors[0], json.dumps(result).encode())
+
+
+def _remove(request: wire.Message, _: list[int]) -> wire.Message:
+    path = request["path"]
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return {}
+    if stat.S_ISDIR(status.st_mode):
+        if request["recursive"]:
+            shutil.rmtree(path)
+        else:
+            os.rmdir(path)
+    else:
+        os.unlink(path)
+    return {}
+
+
+def _read_tree(request: wire.Message, descriptors: list[int]) -> wire.Message:
+    root: str = request["path"]
+    entries, skipped = 0, 0
+    room: int = request["max_bytes"]
+    with (
+        os.fdopen(descriptors[1], "wb", closefd=False, buffering=_CHUNK) as sink,
+        tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as archive,
+    ):
+        for path, name in _walk(root):
+            status = os.lstat(path)
+            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
+                skipped += 1
+                continue
+            room -= status.st_size
+            if room < 0:
+                raise Refused(errno.EFBIG, f"more than {request['max_bytes']} bytes")
+            member = archive.gettarinfo(path, arcname=name)
+            member.uname = member.gname = ""
+            if member.isreg():
+                with open(path, "rb") as source:
+                    archive.addfile(member, source)
+            else:
+                archive.addfile(member)
+            entries += 1
+    return {"entries": entries, "skipped": skipped}
+
+
+def _walk(root: str) -> Iterator[tuple[str, str]]:
+    if not stat.S_ISDIR(os.lstat(root).st_mode):
+        yield root, os.path.basename(root)
+        return
+    pending = [(root, "")]
+    while pending:
+        folder, prefix = pending.pop()
+        with os.scandir(folder) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
+        for entry in entries:
+            name = f"{prefix}{entry.name}"
+            yield entry.path, name
+            if entry.is_dir(follow_symlinks=False):
+                pending.append((entry.path, f"{name}/"))
+
+
+def _write_tree(request: wire.Message, descriptors: list[int]) -> wire.Message:
+    """Unpack the tar in the file ``descriptors[1]``: once through to check every member, then again to write."""
+    with os.fdopen(descriptors[1], "rb", closefd=False, buffering=_CHUNK) as source:
+        source.seek(0)
+        total, entries = 0, 0
+        with tarfile.open(fileobj=source, mode="r:") as archive:
+            for member in archive:
+                _check_member(member)
+                entries += 1
+                total += member.size
+        if entries > request["max_entries"] or total > request["max_bytes"]:
+            raise Refused(errno.EFBIG, f"more than {request['max_entries']} entries or {request['max_bytes']} bytes")
+        os.close(_open_folder(request["path"], create=True))
+        anchor = os.open(request["path"], os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        modes: list[tuple[str, int]] = []
+        source.seek(0)
+        with tarfile.open(fileobj=source, mode="r:") as archive:
+            for member in archive:
+                name = _inside(member.name)
+                if not name:
+                    continue
+                if member.isdir():
+                    os.close(_open_folder(name, create=True, anchor=anchor))
+                    modes.append((name, member.mode & 0o777))
+                    continue
+                folder, base = _parent(name, create=True, anchor=anchor)
+                try:
+                    _unpack(archive, member, folder, base, anchor)
+                finally:
+                    os.close(folder)
+    # Last, so that a directory without write permission can still be filled.
+    for name, mode in reversed(modes):
+        folder = _open_folder(name, create=False, anchor=anchor)
+        try:
+            os.fchmod(folder, mode)
+        finally:
+            os.close(folder)
+    return {"entries": entries, "bytes": total}
+
+
+def _check_member(member: tarfile.TarInfo) -> None:
+    """Refuse what has no place in a tree: other kinds of file, names and links that lead out of it."""
+    name = _inside(member.name)
+    if not (member.isdir() or member.isreg() or member.issym() or member.islnk()):
+        raise Refused(errno.EILSEQ, f"{member.name}: neither a directory, a regular file nor a link")
+    if member.issym():
+        target = os.path.normpath(os.path.join(os.path.dirname(name), member.linkname))
+        if member.linkname.startswith("/") or target == ".." or target.startswith("../"):
+            raise Refused(errno.EILSEQ, f"{member.name}: the link leads out of the tree")
+    if member.islnk():
+        _inside(member.linkname)
+
+
+def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: int, base: str, anchor: int) -> None:
+    if member.issym():
+        _clear(folder, base)
+        os.symlink(member.linkname, base, dir_fd=folder)
+    elif member.islnk():
+        origin, origin_base = _parent(_inside(member.linkname), create=False, anchor=anchor)
+        try:
+            _clear(folder, base)
+            os.link(origin_base, base, src_dir_fd=origin, dst_dir_fd=folder, follow_symlinks=False)
+        finally:
+            os.close(origin)
+    else:
+        _clear(folder, base)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(base, flags, 0o600, dir_fd=folder), "wb") as sink:
+            content: Any = archive.extractfile(member)
+            _copy(content, sink)
+            os.fchmod(sink.fileno(), member.mode & 0o777)
+
+
+def _copy(source: BinaryIO, sink: BinaryIO) -> None:
+    while chunk := source.read(_CHUNK):
+        sink.write(chunk)
+
+
+def _clear(folder: int, base: str) -> None:
+    try:
+        os.unlink(base, dir_fd=folder)
+    except FileNotFoundError:
+        pass
+
+
+def _inside(name: str) -> str:
+    """The normal form of an archive's relative name; raises Refused for one that leads elsewhere."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if name.startswith("/") or ".." in parts:
+        raise Refused(errno.EILSEQ, f"{name}: leads out of the tree")
+    return "/".join(parts)
+
+
+def _parent(path: str, *, create: bool, anchor: int | None = None) -> tuple[int, str]:
+    """Open the directory that holds ``path``; answers its descriptor (the caller's to close) and the last name."""
+    folder, _, name = path.rstrip("/").rpartition("/")
+    if name in ("", ".", ".."):
+        raise Refused(errno.EINVAL, "the path does not end in a name")
+    return _open_folder(folder, create=create, anchor=anchor), name
+
+
+def _open_folder(path: str, *, create: bool, anchor: int | None = None) -> int:
+    """Open a directory component by component from the root (or ``anchor``); none may be a symbolic link."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    here = os.dup(anchor) if anchor is not None else os.open("/", flags)
+    try:
+        for part in path.split("/"):
+            if part in ("", "."):
+                continue
+            if part == "..":
+                raise Refused(errno.EINVAL, "the path contains '..'")
+            if create:
+                try:
+                    os.mkdir(part, 0o755, dir_fd=here)
+                except FileExistsError:
+                    pass
+            try:
+                below = os.open(part, flags | os.O_NOFOLLOW, dir_fd=here)
+            except OSError as error:
+                if error.errno == errno.ENOTDIR and stat.S_ISLNK(os.lstat(part, dir_fd=here).st_mode):
+                    raise Refused(errno.ELOOP, f"{part} is a symbolic link") from error
+                raise
+            os.close(here)
+            here = below
+        return here
+    except BaseException:
+        os.close(here)
+        raise
+
+
+def _describe(status: os.stat_result) -> wire.Message:
+    return {
+        "kind": _KINDS.get(stat.S_IFMT(status.st_mode), "other"),
+        "size": status.st_size,
+        "mode": stat.S_IMODE(status.st_mode),
+        "mtime_ns": status.st_mtime_ns,
+    }
+
+
+_KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
+_JOBS: dict[str, Callable[[wire.Message, list[int]], wire.Message]] = {
+    "remove": _remove,
+    "read_tree": _read_tree,
+    "write_tree": _write_tree,
+}

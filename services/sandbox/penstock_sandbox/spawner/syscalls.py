@@ -1,0 +1,115 @@
+"""The few system calls that Python 3.11 has no wrapper for: setns, unshare, prctl and capset.
+
+Invariants: every call raises ``OSError`` with the kernel's errno; nothing here keeps state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+CAP_SETPCAP = 8
+CAP_SYS_PTRACE = 19
+CAP_SYS_ADMIN = 21
+
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_SLAVE = 0x80000
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+_LINUX_CAPABILITY_VERSION_3 = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def _prctl(option: int, argument: int, what: str) -> None:
+    _checked(_libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0), what)
+
+
+def setns(descriptor: int, kinds: int) -> None:
+    """Enter namespaces: of one kind (a namespace descriptor) or several at once (a pidfd, Linux 5.8)."""
+    _checked(_libc.setns(descriptor, kinds), "setns")
+
+
+def unshare(kinds: int) -> None:
+    """Move the caller into new namespaces of ``kinds``."""
+    _checked(_libc.unshare(kinds), "unshare")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    """Mount ``source`` on ``target``."""
+    _checked(
+        _libc.mount(
+            os.fsencode(source),
+            os.fsencode(target),
+            kind.encode() if kind is not None else None,
+            ctypes.c_ulong(flags),
+            data.encode() if data is not None else None,
+        ),
+        f"mount {target}",
+    )
+
+
+def die_with_parent(signal: int) -> None:
+    """Have the kernel send ``signal`` to the caller when the thread that made it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal, "prctl(PR_SET_PDEATHSIG)")
+
+
+def set_dumpable(value: bool) -> None:
+    """Allow or forbid other processes of this user to trace the caller or read its memory."""
+    _prctl(_PR_SET_DUMPABLE, int(value), "prctl(PR_SET_DUMPABLE)")
+
+
+def become_subreaper() -> None:
+    """Adopt (and so be able to reap) descendants whose parent ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def set_no_new_privs() -> None:
+    """Give up, for good, gaining privileges by executing a file."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, "prctl(PR_SET_NO_NEW_PRIVS)")
+
+
+def drop_bounding_set() -> None:
+    """Empty the capability bounding set (needs CAP_SETPCAP)."""
+    for capability in range(64):
+        try:
+            _prctl(_PR_CAPBSET_DROP, capability, "prctl(PR_CAPBSET_DROP)")
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return  # the kernel knows no capability of this number
+
+
+def keep_capabilities(kept: tuple[int, ...]) -> None:
+    """Reduce the effective and permitted sets to ``kept``; the inheritable set becomes empty."""
+    mask = 0
+    for capability in kept:
+        mask |= 1 << capability
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    header = ctypes.create_string_buffer(struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0), 8)
+    data = ctypes.create_string_buffer(struct.pack("=6I", low, low, 0, high, high, 0), 24)
+    _checked(_libc.capset(header, data), "capset")

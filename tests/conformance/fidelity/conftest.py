@@ -1,0 +1,106 @@
+"""The fidelity suite's parts: templates, dialects, and an engine whose tokens are never the canonical ones.
+
+To put a dialect under the suite, add it to DIALECTS: a function from the messages that a client means to the messages
+that the service reads after they went over that dialect's wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock_codec import Codec, tiny
+from penstock_codec.chat import FinishReason, Message, Tool
+from penstock_interception.graph import (
+    CallHints,
+    CallNode,
+    LogprobsMode,
+    Plan,
+    Sampled,
+    TokenGraph,
+    VersionSpan,
+)
+
+TEMPLATES = Path(__file__).parent / "templates"
+TEXTS = ["You are a shell agent. Read the note, then write the file. List the files, please.\n"] * 4
+BASH = Tool("bash", "Run a command.", '{"type": "object", "properties": {"command": {"type": "string"}}}')
+
+Dialect = Callable[[Sequence[Message]], Sequence[Message]]
+DIALECTS: Mapping[str, Dialect] = {"domain": lambda messages: messages}
+
+
+@dataclass
+class Conversation:
+    """One rollout as its service sees it: a client sends messages, an engine samples what it is told to."""
+
+    codec: Codec
+    dialect: Dialect
+    graph: TokenGraph
+    answered: int = 0
+    plans: dict[str, Plan] = field(default_factory=dict)
+
+    def call(
+        self,
+        messages: Sequence[Message],
+        completion: str,
+        *,
+        tools: Sequence[Tool] = (BASH,),
+        hints: CallHints | None = None,
+        finish: FinishReason | None = None,
+    ) -> CallNode:
+        """One model call: the messages over the wire, then `completion` sampled one byte a token."""
+        plan = self.graph.plan(self.dialect(messages), tools, hints)
+        if self.codec.decode(plan.prompt_ids).endswith("<think>\n"):  # the template opened the reasoning itself
+            opened = completion.startswith("<think>\n")
+            completion = completion.removeprefix("<think>\n") if opened else "\n</think>\n\n" + completion
+        ids = np.asarray(tiny.bytewise(completion), dtype=np.int32)
+        parsed = self.codec.parse(ids, prompt_ids=plan.prompt_ids, finish_reason=finish)
+        sampled = Sampled(
+            message=parsed.message,
+            finish_reason=parsed.finish_reason,
+            token_ids=ids,
+            logprobs=np.full(ids.size, -0.25, dtype=np.float32),
+            logprobs_mode=LogprobsMode.PROCESSED,
+            versions=(VersionSpan(self.answered, 0, int(ids.size)),),
+        )
+        self.answered += 1
+        call_id = f"call-{self.answered}"
+        self.plans[call_id] = plan
+        self.graph.commit(call_id, plan, sampled)
+        return self.graph.calls[call_id]
+
+    def prompt(self, node: CallNode) -> list[int]:
+        """The prompt ids that the engine was given for a call."""
+        ids: list[int] = self.plans[node.call_id].prompt_ids.tolist()
+        return ids
+
+    def seen(self, node: CallNode) -> list[int]:
+        """Prompt and completion of a call, as the engine saw and sampled them."""
+        ids = node.sampled.token_ids
+        assert ids is not None
+        return [*self.prompt(node), *ids.tolist()]
+
+    def continues(self, later: CallNode, earlier: CallNode) -> bool:
+        """Whether the later prompt starts with exactly the earlier prompt and completion."""
+        seen = self.seen(earlier)
+        return self.prompt(later)[: len(seen)] == seen
+
+
+@pytest.fixture(scope="session", params=["ours", "strips_old_reasoning", "shows_call_ids"])
+def codec(request: pytest.FixtureRequest) -> Codec:
+    files = tiny.build(TEXTS)
+    if request.param != "ours":
+        template = (TEMPLATES / f"{request.param}.jinja").read_text("utf-8")
+        files = replace(
+            files, chat_template=template, special_tokens={**files.special_tokens, "bos_token": tiny.END_OF_TEXT}
+        )
+    return Codec.load(files, parser="hermes")
+
+
+@pytest.fixture(params=sorted(DIALECTS))
+def conversation(request: pytest.FixtureRequest, codec: Codec) -> Conversation:
+    return Conversation(codec, DIALECTS[request.param], TokenGraph("rollout", codec))

@@ -1,0 +1,50 @@
+"""The real service on a free port, over small random models."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from penstock.inference.v1 import inference_service_pb2_grpc as rpc
+from penstock_chassis.channel import error_from_rpc
+from penstock_chassis.testing import serve
+from penstock_inference.app import build
+from penstock_inference.settings import InferenceSettings
+from penstock_inference.testing import random_config, random_tensors, write_model
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A random Qwen3 without a tokenizer, and without a stop token: it goes on until it is told to end."""
+    config = random_config("qwen3", max_position_embeddings=4096, eos_token_id=None)
+    return write_model(tmp_path / "tiny", config, random_tensors(config))
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Open:
+    """`async with served(model_dir, engine=..., tokens=...) as stub`; the settings are the service's own."""
+
+    @asynccontextmanager
+    async def open_(model_dir: Path, tokens: Any = None, **settings: Any) -> AsyncIterator[Any]:
+        loaded = InferenceSettings(model_dir=model_dir, state_dir=tmp_path / "state", anonymous=True, **settings)
+        async with AsyncExitStack() as stack:
+            service = await stack.enter_async_context(build(loaded))
+            address, channel = await stack.enter_async_context(
+                serve(*service.registrations, roles=service.roles, tokens=tokens)
+            )
+            stub = rpc.InferenceServiceStub(channel)
+            stub.address = address  # type: ignore[attr-defined]
+            yield stub
+
+    return open_
+
+
+@pytest.fixture
+def failure() -> Callable[[grpc.aio.AioRpcError], Any]:
+    """The typed error behind a failed call."""
+    return error_from_rpc

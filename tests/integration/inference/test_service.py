@@ -1,0 +1,446 @@
+"""The inference service over gRPC."""
+
+import asyncio
+import hashlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from safetensors.numpy import save
+
+from penstock.chat.v1 import chat_pb2, completion_pb2
+from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock.inference.v1 import inference_service_pb2_grpc as rpc
+from penstock_chassis.auth import Role
+from penstock_chassis.errors import PenstockError
+from penstock_codec import tiny
+from penstock_codec.codec import Codec
+from penstock_inference.testing import random_config, random_tensors, write_model
+
+Open = Callable[..., Any]
+Failure = Callable[[grpc.aio.AioRpcError], PenstockError]
+
+Begin = pb.UpdateWeightsRequest.UpdateBegin
+Commit = pb.UpdateWeightsRequest.UpdateCommit
+
+
+def ids(values: Any) -> bytes:
+    return np.asarray(values, "<i4").tobytes()
+
+
+def generate(name: str, prompt: Any = range(3, 23), stream: bool = False, **sampling: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=name,
+        token_ids=ids(prompt),
+        sampling=chat_pb2.Sampling(**({"max_tokens": 16, "seed": 5} | sampling)),
+        stream=stream,
+    )
+
+
+async def completion(stub: Any, request: pb.GenerateRequest) -> completion_pb2.Completion:
+    events = [event async for event in stub.Generate(request)]
+    done: completion_pb2.Completion = events[-1].done.completion
+    return done
+
+
+def push(
+    data: bytes, version: int, *, sha256: bytes | None = None, cut: int | None = None, **begin: Any
+) -> AsyncIterator[pb.UpdateWeightsRequest]:
+    """The frames of a push; with `cut`, the stream breaks off after that many chunks."""
+
+    async def frames() -> AsyncIterator[pb.UpdateWeightsRequest]:
+        fields = {"policy_version": version, "format": pb.WEIGHT_FORMAT_SAFETENSORS} | begin
+        yield pb.UpdateWeightsRequest(begin=Begin(**fields))
+        size = 16 * 1024
+        for n, start in enumerate(range(0, len(data), size)):
+            if n == cut:
+                return
+            yield pb.UpdateWeightsRequest(chunk=data[start : start + size])
+        yield pb.UpdateWeightsRequest(commit=Commit(sha256=sha256 or hashlib.sha256(data).digest()))
+
+    return frames()
+
+
+@pytest.fixture
+def other_weights() -> bytes:
+    """Another policy for the model of `model_dir`, as a safetensors file."""
+    return save(random_tensors(random_config("qwen3", max_position_embeddings=4096, eos_token_id=None), seed=9))
+
+
+async def test_get_info_says_what_is_served(served: Open, model_dir: Path) -> None:
+    """R86, R87: engine, model, limits, logprobs mode and version are known before anything starts."""
+    async with served(model_dir, model_name="demo") as stub:
+        info = await stub.GetInfo(pb.GetInfoRequest())
+    assert (info.engine, info.model, info.vocabulary_size, info.max_context_tokens) == ("numpy", "demo", 101, 4096)
+    assert info.logprobs_mode == completion_pb2.LOGPROBS_MODE_PROCESSED
+    assert info.capabilities.seed and info.capabilities.version_spans and not info.capabilities.adapters
+    assert "temperature" in info.capabilities.sampling_fields and "stop" not in info.capabilities.sampling_fields
+    assert (list(info.stop_token_ids), info.policy_version, info.paused) == ([], 0, False)
+
+
+async def test_the_tokenizer_arrives_whole_and_works(served: Open, model_dir: Path) -> None:
+    """R82: clients tokenise with the model's own files; digests name them."""
+    files = tiny.build(["some text"] * 3)
+    files.write(model_dir)
+    big = b"{" + b" " * (2 << 20) + b"}"
+    (model_dir / "tokenizer_config.json").write_bytes(big)
+    received: dict[str, bytes] = {}
+    async with served(model_dir) as stub:
+        info = await stub.GetInfo(pb.GetInfoRequest())
+        async for part in stub.GetTokenizer(pb.GetTokenizerRequest()):
+            assert len(part.chunk) <= 1 << 20
+            received[part.file_name] = received.get(part.file_name, b"") + part.chunk
+            if part.sha256:
+                assert part.sha256 == hashlib.sha256(received[part.file_name]).digest()
+    assert received["tokenizer.json"] == files.tokenizer_json
+    assert received["chat_template.jinja"].decode() == files.chat_template
+    assert received["tokenizer_config.json"] == big
+    assert info.tokenizer_sha256.hex() == files.tokenizer_sha256
+    assert info.chat_template_sha256.hex() == files.template_sha256
+
+
+async def test_a_model_without_a_tokenizer_says_so(served: Open, model_dir: Path, failure: Failure) -> None:
+    """R33."""
+    async with served(model_dir) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [part async for part in stub.GetTokenizer(pb.GetTokenizerRequest())]
+    assert failure(caught.value).reason == "TOKENIZER_ABSENT"
+
+
+async def test_a_stream_of_deltas_and_one_answer_carry_the_same_tokens(served: Open, model_dir: Path) -> None:
+    """R82, R83: ids, logprobs and versions are of equal length and exact."""
+    async with served(model_dir) as stub:
+        events = [event async for event in stub.Generate(generate("r", stream=True, top_logprobs=2))]
+        whole = await completion(stub, generate("q"))
+    assert events[0].started.prompt_tokens == 20
+    streamed = b"".join(event.delta.span.token_ids for event in events[1:-1])
+    last = events[-1].done.completion
+    assert streamed == last.span.token_ids == whole.span.token_ids
+    assert last.span.logprobs == whole.span.logprobs and last.span.count * 4 == len(last.span.logprobs)
+    assert last.span.top_count == 2 and len(last.span.top_token_ids) == last.span.count * 8
+    assert [(v.policy_version, v.start, v.end) for v in whole.span.versions] == [(0, 0, whole.span.count)]
+    assert whole.sampling_used.seed == 5 and whole.sampling_used.temperature == 1.0
+    assert whole.usage.prompt_tokens == 20 and whole.usage.completion_tokens == whole.span.count
+
+
+async def test_without_max_tokens_the_context_is_the_limit(served: Open, model_dir: Path) -> None:
+    """R64: unset is not zero."""
+    async with served(model_dir, max_context_tokens=64) as stub:
+        request = generate("r")
+        request.sampling.ClearField("max_tokens")
+        done = await completion(stub, request)
+    assert done.sampling_used.max_tokens == done.span.count == 44
+    assert done.finish_reason == chat_pb2.FINISH_REASON_LENGTH
+
+
+async def test_score_gives_the_logprobs_that_were_sampled_with(served: Open, model_dir: Path) -> None:
+    """R82."""
+    async with served(model_dir) as stub:
+        done = await completion(stub, generate("r"))
+        scored = await stub.Score(pb.ScoreRequest(token_ids=ids(range(3, 23)) + done.span.token_ids, start=20))
+    assert scored.logprobs == done.span.logprobs
+
+
+async def test_cancelling_the_call_aborts_the_generation(served: Open, model_dir: Path) -> None:
+    """R32: a cancelled wait releases what it held."""
+    async with served(model_dir, max_concurrency=1) as stub:
+        call = stub.Generate(generate("long", stream=True, max_tokens=4000))
+        await call.read()
+        call.cancel()
+        # With one slot this can only end when the other has gone.
+        done = await completion(stub, generate("next"))
+        watch = stub.WatchStats(pb.WatchStatsRequest())
+        stats = await watch.read()
+        watch.cancel()
+    assert done.span.count > 0 and stats.aborted == 1 and stats.running == 0
+
+
+async def test_abort_ends_a_generation_with_its_tokens_so_far(served: Open, model_dir: Path) -> None:
+    """R29: an abort from elsewhere is an end, not an error."""
+    async with served(model_dir) as stub:
+        for target in (
+            pb.AbortRequest(requests=pb.AbortRequest.RequestIds(request_ids=["r"])),
+            pb.AbortRequest(session_id="s"),
+            pb.AbortRequest(all=True),
+        ):
+            request = generate("r", stream=True, max_tokens=4000)
+            request.session_id = "s"
+            call = aiter(stub.Generate(request))
+            events = [await anext(call)]
+            await stub.Pause(pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP))
+            assert (await stub.Abort(target)).aborted_count == 1
+            await stub.Resume(pb.ResumeRequest())
+            events += [event async for event in call]
+            assert events[-1].done.completion.finish_reason == chat_pb2.FINISH_REASON_ABORT
+            assert (await stub.Abort(target)).aborted_count == 0
+
+
+async def test_a_pushed_policy_answers_under_its_version(
+    served: Open, model_dir: Path, other_weights: bytes, tmp_path: Path
+) -> None:
+    """R87: what answers after a push is what a service started on those weights would answer."""
+    config = random_config("qwen3", max_position_embeddings=4096, eos_token_id=None)
+    other_dir = write_model(tmp_path / "other", config, {})
+    (other_dir / "model.safetensors").write_bytes(other_weights)
+    async with served(model_dir) as stub, served(other_dir) as other:
+        before = await completion(stub, generate("r"))
+        answer = await stub.UpdateWeights(push(other_weights, 7, size_bytes=len(other_weights)))
+        after, expected = await completion(stub, generate("r")), await completion(other, generate("r"))
+    assert answer.policy_version == 7 and answer.phases.load.ToNanoseconds() > 0
+    assert before.span.token_ids != after.span.token_ids == expected.span.token_ids
+    assert after.span.logprobs == expected.span.logprobs
+    assert [v.policy_version for v in after.span.versions] == [7]
+
+
+async def test_a_push_may_be_repeated_when_its_answer_was_lost(
+    served: Open, model_dir: Path, other_weights: bytes, failure: Failure
+) -> None:
+    """R29: an idempotent repeat is no error, another content under the same version is."""
+
+    async def announced() -> AsyncIterator[pb.UpdateWeightsRequest]:
+        digest = hashlib.sha256(other_weights).digest()
+        yield pb.UpdateWeightsRequest(begin=Begin(policy_version=7, format=pb.WEIGHT_FORMAT_SAFETENSORS, sha256=digest))
+
+    async with served(model_dir) as stub:
+        await stub.UpdateWeights(push(other_weights, 7))
+        assert (await stub.UpdateWeights(push(other_weights, 7))).policy_version == 7
+        assert (await stub.UpdateWeights(announced())).policy_version == 7
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.UpdateWeights(push((model_dir / "model.safetensors").read_bytes(), 7))
+        assert failure(caught.value).reason == "POLICY_VERSION_NOT_NEWER"
+
+
+async def test_a_partial_push_replaces_what_it_names(served: Open, model_dir: Path, other_weights: bytes) -> None:
+    """R63."""
+    tensors = random_tensors(random_config("qwen3", max_position_embeddings=4096, eos_token_id=None), seed=9)
+    half = len(tensors) // 2
+    parts = [save(dict(list(tensors.items())[:half])), save(dict(list(tensors.items())[half:]))]
+    async with served(model_dir) as stub, served(model_dir) as other:
+        for version, part in enumerate(parts, start=1):
+            await stub.UpdateWeights(push(part, version, format=pb.WEIGHT_FORMAT_SAFETENSORS_PARTIAL))
+        await other.UpdateWeights(push(other_weights, 2))
+        assert await completion_bytes(stub) == await completion_bytes(other)
+
+
+async def completion_bytes(stub: Any) -> tuple[bytes, bytes]:
+    span = (await completion(stub, generate("r"))).span
+    return span.token_ids, span.logprobs
+
+
+@pytest.mark.parametrize(
+    ("flaw", "reason"),
+    [
+        ("digest", "DIGEST_MISMATCH"),
+        ("broken-off", "UPDATE_FRAME_INVALID"),
+        ("garbage", "WEIGHTS_INVALID"),
+        ("missing", "TENSOR_MISSING"),
+        ("too-large", "UPDATE_TOO_LARGE"),
+        ("announced-too-large", "UPDATE_TOO_LARGE"),
+        ("version", "POLICY_VERSION_NOT_NEWER"),
+        ("format", "REQUEST_INVALID"),
+        ("no-begin", "UPDATE_FRAME_INVALID"),
+        ("silence", "UPDATE_STALLED"),
+    ],
+)
+async def test_a_push_that_fails_changes_nothing_and_keeps_nobody_out(
+    served: Open, model_dir: Path, other_weights: bytes, failure: Failure, flaw: str, reason: str
+) -> None:
+    """R22, R26: atomic, typed, and over."""
+
+    async def headless() -> AsyncIterator[pb.UpdateWeightsRequest]:
+        yield pb.UpdateWeightsRequest(chunk=b"x")
+
+    async def silent() -> AsyncIterator[pb.UpdateWeightsRequest]:
+        yield pb.UpdateWeightsRequest(begin=Begin(policy_version=3, format=pb.WEIGHT_FORMAT_SAFETENSORS))
+        await asyncio.Event().wait()
+
+    limits: dict[str, float] = {"max_update_bytes": 64 * 1024} if flaw == "too-large" else {}
+    limits |= {"update_idle_s": 0.05} if flaw == "silence" else {}
+    attempts: dict[str, Any] = {
+        "digest": lambda: push(other_weights, 3, sha256=b"\0" * 32),
+        "broken-off": lambda: push(other_weights, 3, cut=2),
+        "garbage": lambda: push(b"x" * 1000, 3),
+        "missing": lambda: push(save({"model.norm.weight": np.zeros(48, np.float32)}), 3),
+        "too-large": lambda: push(other_weights, 3),
+        "announced-too-large": lambda: push(b"", 3, size_bytes=1 << 40),
+        "version": lambda: push(other_weights, 0),
+        "format": lambda: push(other_weights, 3, format=pb.WEIGHT_FORMAT_UNSPECIFIED),
+        "no-begin": headless,
+        "silence": silent,
+    }
+    async with served(model_dir, **limits) as stub:
+        before = await completion_bytes(stub)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.UpdateWeights(attempts[flaw]())
+        assert failure(caught.value).reason == reason
+        assert (await stub.GetInfo(pb.GetInfoRequest())).policy_version == 0
+        assert await completion_bytes(stub) == before
+        if flaw != "too-large":
+            assert (await stub.UpdateWeights(push(other_weights, 1))).policy_version == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"token_ids": b"abc"}, "token_ids"),
+        ({"token_ids": b""}, "prompt_token_ids"),
+        ({"token_ids": ids([101])}, "prompt_token_ids[0]"),
+        ({"request_id": ""}, "request_id"),
+        ({"sampling": chat_pb2.Sampling(max_tokens=5000)}, "sampling.max_tokens"),
+        ({"sampling": chat_pb2.Sampling(temperature=-1)}, "sampling.temperature"),
+        ({"sampling": chat_pb2.Sampling(temperature=5.5)}, "sampling.temperature"),
+        ({"sampling": chat_pb2.Sampling(top_k=0)}, "sampling.top_k"),
+        ({"sampling": chat_pb2.Sampling(n=2)}, "sampling.n"),
+        ({"sampling": chat_pb2.Sampling(stop=["\n"])}, "sampling.stop"),
+        ({"sampling": chat_pb2.Sampling(thinking=True)}, "sampling.thinking"),
+        ({"sampling": chat_pb2.Sampling(response_format_json="{}")}, "sampling.response_format_json"),
+    ],
+)
+async def test_an_invalid_generate_is_refused_with_the_field_named(
+    served: Open, model_dir: Path, failure: Failure, change: dict[str, Any], field: str
+) -> None:
+    """R33, R63, R65: before anything is started."""
+    fields: dict[str, Any] = {"request_id": "r", "token_ids": ids([5, 6]), "sampling": chat_pb2.Sampling(max_tokens=4)}
+    async with served(model_dir) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await completion(stub, pb.GenerateRequest(**(fields | change)))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert failure(caught.value).violations[0].field == field
+
+
+async def test_what_the_engine_cannot_do_is_unimplemented_by_name(
+    served: Open, model_dir: Path, failure: Failure
+) -> None:
+    """A declared capability, never a silent downgrade."""
+
+    async def adapter() -> AsyncIterator[pb.LoadAdapterRequest]:
+        yield pb.LoadAdapterRequest()
+
+    with_adapter = generate("r")
+    with_adapter.adapter = "lora"
+    async with served(model_dir) as stub:
+        calls: list[Callable[[], Any]] = [
+            lambda: stub.Sleep(pb.SleepRequest()),
+            lambda: stub.Wake(pb.WakeRequest()),
+            lambda: stub.InitTransfer(pb.InitTransferRequest()),
+            lambda: stub.StartTransfer(pb.StartTransferRequest()),
+            lambda: stub.TransferTensors(pb.TransferTensorsRequest()),
+            lambda: stub.FinishTransfer(pb.FinishTransferRequest()),
+            lambda: stub.LoadAdapter(adapter()),
+            lambda: stub.UnloadAdapter(pb.UnloadAdapterRequest()),
+            lambda: stub.ListAdapters(pb.ListAdaptersRequest()),
+            lambda: completion(stub, with_adapter),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call()
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert failure(caught.value).reason == "CAPABILITY_MISSING"
+
+
+async def test_stats_come_at_the_interval_asked_for(served: Open, model_dir: Path, failure: Failure) -> None:
+    """R26: load is visible."""
+    async with served(model_dir) as stub:
+        done = await completion(stub, generate("r"))
+        watch = stub.WatchStats(pb.WatchStatsRequest(interval=Duration(nanos=100_000_000)))
+        seen = [await watch.read() for _ in range(2)]
+        watch.cancel()
+        assert seen[1].sampled_tokens == done.span.count and seen[1].prompt_tokens == 20
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.WatchStats(pb.WatchStatsRequest(interval=Duration(seconds=3600))).read()
+        assert failure(caught.value).violations[0].field == "interval"
+
+
+@pytest.mark.parametrize(
+    ("role", "allowed", "refused"),
+    [(Role.OBSERVER, "GetInfo", "Pause"), (Role.TRAINER, "Pause", None)],
+)
+async def test_roles_may_do_what_their_table_says(
+    served: Open, model_dir: Path, role: Role, allowed: str, refused: str | None
+) -> None:
+    """R6, R14: an observer reads; who has no token does nothing."""
+    tokens = {Role.OPERATOR: "op-token", Role.TRAINER: "tr-token", Role.OBSERVER: "ob-token"}
+    requests = {"GetInfo": pb.GetInfoRequest(), "Pause": pb.PauseRequest(mode=pb.PAUSE_MODE_KEEP)}
+    async with served(model_dir, tokens=tokens) as stub, grpc.aio.insecure_channel(stub.address) as channel:
+        bare: Any = rpc.InferenceServiceStub(channel)
+        bearer = (("authorization", f"Bearer {tokens[role]}"),)
+        await getattr(bare, allowed)(requests[allowed], metadata=bearer)
+        if refused:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await getattr(bare, refused)(requests[refused], metadata=bearer)
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bare.GetInfo(pb.GetInfoRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_the_scripted_engine_speaks_the_same_protocol(served: Open, tmp_path: Path) -> None:
+    """A real agent's start can be checked without a model."""
+    files = tiny.build(["hello"])
+    files.write(tmp_path / "model")
+    (tmp_path / "s.yaml").write_text("turns: [{reply: hello}]")
+    codec = Codec.load(files)
+    options = {"engine": "scripted", "engine_options": {"script": str(tmp_path / "s.yaml")}}
+    async with served(tmp_path / "model", **options) as stub:
+        info = await stub.GetInfo(pb.GetInfoRequest())
+        done = await completion(stub, generate("r", codec.encode("hi there")))
+    assert info.logprobs_mode == done.span.logprobs_mode == completion_pb2.LOGPROBS_MODE_SCRIPTED
+    assert codec.decode(np.frombuffer(done.span.token_ids, "<i4")) == "hello<|im_end|>"
+
+
+async def test_a_script_that_was_not_played_out_fails_its_owner(served: Open, tmp_path: Path) -> None:
+    """A strict fake's leftovers are seen by the test."""
+    tiny.build(["hello"]).write(tmp_path / "model")
+    (tmp_path / "s.yaml").write_text("turns: [{reply: hello}]")
+    with pytest.raises(PenstockError) as caught:
+        async with served(tmp_path / "model", engine="scripted", engine_options={"script": str(tmp_path / "s.yaml")}):
+            pass
+    assert caught.value.reason == "SCRIPT_UNCONSUMED"
+
+
+async def test_an_unknown_engine_is_refused_with_those_that_there_are(served: Open, model_dir: Path) -> None:
+    """R66."""
+    with pytest.raises(PenstockError, match="numpy, scripted") as caught:
+        async with served(model_dir, engine="vlm"):
+            pass
+    assert caught.value.reason == "ENGINE_UNKNOWN"
+
+
+async def test_the_process_says_when_it_is_ready_and_stops_on_sigterm(model_dir: Path, tmp_path: Path) -> None:
+    """R27, R70: `python -m penstock_inference` is the service."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "penstock_inference",
+        *("--model-dir", str(model_dir), "--port", "0", "--anonymous", "--state-dir", str(tmp_path)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    try:
+        ready = (await process.stdout.readline()).decode()
+        assert '"event":"ready"' in ready and '"inference"' in ready
+    finally:
+        process.send_signal(signal.SIGTERM)
+    assert await process.wait() == 0
+
+
+async def test_a_model_directory_that_is_none_stops_the_start_in_words(tmp_path: Path) -> None:
+    """R33: the start fails with what is wrong, not with a traceback."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "penstock_inference",
+        *("--model-dir", str(tmp_path), "--port", "0", "--anonymous", "--state-dir", str(tmp_path)),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    assert process.returncode == 2
+    assert "config.json" in said.decode() and "Traceback" not in said.decode()

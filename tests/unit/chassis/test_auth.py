@@ -1,0 +1,68 @@
+"""Tokens and the table of roles."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_chassis.auth import Authenticator, Principal, Role, RoleTable, authorize, current_principal
+from penstock_chassis.errors import PermissionDenied, Unauthenticated
+
+TOKEN = "sk-test '$(leak)"
+names = st.sampled_from(["a.v1.S/M", "a.v1.S/N", "a.v1.S", "a.v1.T", "b.v1.S/M"])
+tables = st.dictionaries(names, st.frozensets(st.sampled_from(Role)))
+
+
+@given(st.text() | st.binary())
+def test_no_other_header_than_the_exact_one_authenticates(header: str | bytes) -> None:
+    """R3, R5: whatever a caller sends, the answer is a typed refusal."""
+    if header == f"Bearer {TOKEN}":
+        return
+    with pytest.raises(Unauthenticated):
+        Authenticator({Role.OPERATOR: TOKEN}).authenticate([("authorization", header)])
+
+
+@given(st.text(min_size=1).filter(lambda text: bool(text.strip())), st.sampled_from(Role))
+def test_each_token_gives_its_own_role(token: str, role: Role) -> None:
+    """R2: any characters at all."""
+    found = Authenticator({role: token}).authenticate([("other", "x"), ("authorization", f"Bearer {token}")])
+    assert found == Principal(role)
+
+
+@pytest.mark.parametrize("token", ["", " ", "\t\n"])
+def test_a_blank_token_cannot_be_configured(token: str) -> None:
+    """R3"""
+    with pytest.raises(ValueError, match="blank"):
+        Authenticator({Role.TRAINER: token})
+
+
+def test_nobody_is_let_in_by_forgetting_to_configure_tokens() -> None:
+    """R3: open access is asked for by name."""
+    with pytest.raises(ValueError, match="nobody"):
+        Authenticator({})
+
+
+def test_anonymous_access_does_not_let_a_wrong_token_pass() -> None:
+    """A caller that meant to prove something is told that it did not."""
+    open_door = Authenticator({}, anonymous=True)
+    assert open_door.authenticate([]) == Principal(Role.OPERATOR, anonymous=True)
+    with pytest.raises(Unauthenticated):
+        open_door.authenticate([("authorization", "Bearer stale")])
+
+
+@given(tables, st.sampled_from(["a.v1.S/M", "a.v1.S/N", "a.v1.S/O", "a.v1.T/M", "c.v1.S/M"]), st.sampled_from(Role))
+def test_the_operator_may_all_and_the_others_what_the_nearest_line_says(
+    table: dict[str, frozenset[Role]], method: str, role: Role
+) -> None:
+    line = table.get(method, table.get(method.partition("/")[0], frozenset()))
+    allowed = role is Role.OPERATOR or role in line
+    for spelling in (method, f"/{method}"):
+        if allowed:
+            authorize(Principal(role), spelling, RoleTable(table))
+        else:
+            with pytest.raises(PermissionDenied):
+                authorize(Principal(role), spelling, RoleTable(table))
+
+
+def test_there_is_no_principal_outside_of_an_rpc() -> None:
+    with pytest.raises(LookupError):
+        current_principal()

@@ -1,0 +1,191 @@
+"""Channels between services, in clear on loopback and over TLS."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+
+from penstock_chassis.auth import Authenticator, Role
+from penstock_chassis.channel import connect, error_from_rpc, streaming, typed_errors
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from penstock_chassis.server import Server, Service
+from penstock_chassis.testing import serve
+from penstock_chassis.tls import ClientTls, ServerTls
+
+ECHO = "/penstock.test.v1.EchoService/UnaryUnary"
+TOKENS = {Role.OPERATOR: "op-token"}
+
+
+@pytest.fixture
+def issue(tmp_path: Path) -> Callable[[trustme.CA, str], ClientTls]:
+    """Writes a certificate of a CA for a name; returns where its files are."""
+
+    def write(ca: trustme.CA, name: str) -> ClientTls:
+        leaf = ca.issue_cert(name)
+        files = ClientTls(tmp_path / f"{name}-ca.pem", tmp_path / f"{name}.pem", tmp_path / f"{name}.key")
+        assert files.ca and files.cert and files.key
+        ca.cert_pem.write_to_path(str(files.ca))
+        files.cert.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+        leaf.private_key_pem.write_to_path(str(files.key))
+        return files
+
+    return write
+
+
+@pytest.mark.parametrize("target", ["192.0.2.1:7701", "example.org:7701", "dns:///127.0.0.1:1", "unix:/x", "7701", ""])
+def test_a_token_is_never_sent_in_clear_beyond_loopback(target: str) -> None:
+    """R11, R9"""
+    with pytest.raises(InvalidArgument) as caught:
+        connect(target, "op-token")
+    assert caught.value.reason == "TOKEN_IN_CLEAR"
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1:7701", "localhost:7701", "[::1]:7701", "127.8.9.1:1"])
+async def test_loopback_may_have_it_in_clear(target: str) -> None:
+    await connect(target, "op-token").close()
+
+
+async def test_a_server_that_is_not_there_is_a_typed_error_at_once() -> None:
+    """R27"""
+    async with connect("127.0.0.1:1", "t") as channel:
+        with pytest.raises(Unavailable) as caught, typed_errors():
+            await channel.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
+    assert caught.value.reason == "TRANSPORT_UNAVAILABLE"
+    assert isinstance(caught.value.__cause__, grpc.aio.AioRpcError)
+
+
+async def test_the_error_of_the_other_service_comes_back_as_itself(registration: Any, echo: Any) -> None:
+    def fail(_context: object) -> None:
+        raise NotFound("no such rollout", reason="ROLLOUT_UNKNOWN")
+
+    echo.behaviour = fail
+    async with serve(registration) as (_, channel):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
+    assert repr(error_from_rpc(caught.value)) == "NotFound('no such rollout', reason='ROLLOUT_UNKNOWN')"
+
+
+async def test_a_message_of_many_megabytes_passes_both_ways(registration: Any) -> None:
+    async with serve(registration) as (_, channel):
+        body = b"\x01" * (32 * 1024 * 1024)
+        assert await channel.unary_unary(ECHO)(body) == body  # type: ignore[arg-type]
+
+
+async def test_over_tls_the_token_travels_as_call_credentials(registration: Any, issue: Any) -> None:
+    files = issue(trustme.CA(), "localhost")
+    server = Server(
+        Service(registrations=[registration]),
+        Authenticator(TOKENS),
+        host="localhost",
+        tls=ServerTls(files.cert, files.key),
+    )
+    async with server, connect(server.address, "op-token", ClientTls(files.ca)) as channel:
+        assert await channel.unary_unary(ECHO)(b"x") == b"x"  # type: ignore[arg-type]
+
+
+async def test_with_a_client_ca_only_its_certificates_connect(registration: Any, issue: Any) -> None:
+    """Mutual TLS: no certificate and one of another CA fail in the handshake; the token is needed all the same."""
+    ca = trustme.CA()
+    files, client = issue(ca, "localhost"), issue(ca, "driver")
+    foreign = issue(trustme.CA(), "stranger")
+    server = Server(
+        Service(registrations=[registration]),
+        Authenticator(TOKENS),
+        host="localhost",
+        tls=ServerTls(files.cert, files.key, files.ca),
+        drain_s=0,
+    )
+    async with server:
+        for tls in (ClientTls(files.ca), ClientTls(files.ca, foreign.cert, foreign.key)):
+            async with connect(server.address, "op-token", tls) as channel:
+                with pytest.raises(Unavailable), typed_errors():
+                    await channel.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
+        good = ClientTls(files.ca, client.cert, client.key)
+        async with connect(server.address, "op-token", good) as channel:
+            assert await channel.unary_unary(ECHO)(b"x") == b"x"  # type: ignore[arg-type]
+        async with connect(server.address, None, good) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_missing_certificate_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        connect("example.org:1", "t", ClientTls(tmp_path / "absent.pem"))
+    assert caught.value.reason == "TLS_FILE"
+    assert "absent.pem" in caught.value.message
+
+
+async def test_two_servers_cannot_share_a_port(registration: Any) -> None:
+    authenticator = Authenticator(TOKENS)
+    async with Server(Service(registrations=[registration]), authenticator) as first:
+        port = int(first.address.rpartition(":")[2])
+        with pytest.raises(FailedPrecondition) as caught:
+            async with Server(Service(registrations=[registration]), authenticator, port=port):
+                pass
+    assert caught.value.reason == "PORT_IN_USE"
+
+
+async def test_a_role_table_that_names_no_method_is_refused(registration: Any) -> None:
+    """A misspelt line would leave a method closed, or open another, without anybody noticing."""
+    service = Service(registrations=[registration], roles={"penstock.test.v1.EchoService/Unray": [Role.TRAINER]})
+    with pytest.raises(ValueError, match="Unray"):
+        async with Server(service, Authenticator(TOKENS)):
+            pass
+
+
+async def test_a_warm_up_that_fails_takes_the_server_down(registration: Any) -> None:
+    async def warm_up() -> None:
+        raise NotFound("no weights", reason="NO_WEIGHTS")
+
+    server = Server(Service(registrations=[registration], warm_up=warm_up), Authenticator(TOKENS))
+    with pytest.raises(NotFound):
+        async with server:
+            pass
+    async with connect(server.address, "op-token") as channel:
+        with pytest.raises(Unavailable), typed_errors():
+            await channel.unary_unary(ECHO)(b"x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("round_", range(20))
+async def test_a_cancelled_task_never_leaves_its_stream_open(round_: int, registration: Any, echo: Any) -> None:
+    """R23: disconnected calls leave nothing behind; repeated, since grpc.aio alone misses some cancellations."""
+    entered, released = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> None:
+        entered.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            released.set()
+
+    async with serve(registration) as (_, channel):
+        echo.behaviour = lambda _context: wait()
+        rpc: Any = channel.unary_stream("/penstock.test.v1.EchoService/WrittenStream")
+
+        async def watch() -> None:
+            with streaming(rpc(b"x")) as events:
+                async for _ in events:
+                    pass
+
+        task = asyncio.ensure_future(watch())
+        await entered.wait()
+        task.cancel()
+        await asyncio.wait([task])
+        await released.wait()
+
+
+async def test_a_stream_that_fails_raises_the_typed_error(registration: Any, echo: Any) -> None:
+    def fail(_context: object) -> None:
+        raise NotFound("gone", reason="SANDBOX_GONE")
+
+    echo.behaviour = fail
+    async with serve(registration) as (_, channel):
+        rpc: Any = channel.unary_stream("/penstock.test.v1.EchoService/UnaryStream")
+        with pytest.raises(NotFound), streaming(rpc(b"x")) as events:
+            async for _ in events:
+                pass

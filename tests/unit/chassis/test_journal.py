@@ -1,0 +1,263 @@
+"""The journal against real files, real commits and a real kill -9."""
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_chassis.journal import Journal, Statement
+
+TABLE = "CREATE TABLE item (id INTEGER PRIMARY KEY, text TEXT NOT NULL)"
+INSERT = "INSERT INTO item VALUES (?, ?)"
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
+    async with await Journal.open(tmp_path / "state" / "test.db", [TABLE]) as opened:
+        yield opened
+
+
+async def ids(journal: Journal) -> list[int]:
+    return [row["id"] for row in await journal.query("SELECT id FROM item ORDER BY rowid")]
+
+
+async def test_what_was_written_is_there_after_reopening(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    async with await Journal.open(path, [TABLE]) as journal:
+        assert await journal.execute(INSERT, (1, "x")) == 1
+    async with await Journal.open(path, [TABLE]) as journal:
+        assert await ids(journal) == [1]
+
+
+async def test_the_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
+    """R8: state holds what agents said; other users of the machine do not read it."""
+    path = tmp_path / "state" / "a.db"
+    async with await Journal.open(path, [TABLE]):
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.parent.stat().st_mode & 0o077 == 0
+
+
+async def test_many_writers_share_commits_and_each_is_acknowledged(journal: Journal) -> None:
+    await asyncio.gather(*(journal.execute(INSERT, (n, "x")) for n in range(2000)))
+    assert await ids(journal) == list(range(2000))
+
+
+async def test_a_read_sees_every_write_submitted_before_it(journal: Journal) -> None:
+    written = journal.submit([(INSERT, (1, "x"))])
+    assert await ids(journal) == [1]
+    assert written.done()
+
+
+async def test_a_failed_statement_fails_only_its_own_writer(journal: Journal) -> None:
+    results = await asyncio.gather(
+        journal.execute(INSERT, (1, "a")),
+        journal.execute(INSERT, (1, "again")),
+        journal.execute("INSERT INTO nowhere VALUES (1)"),
+        journal.execute(INSERT, (2, "b")),
+        return_exceptions=True,
+    )
+    assert results[0] == 1
+    assert isinstance(results[1], sqlite3.IntegrityError)
+    assert isinstance(results[2], sqlite3.OperationalError)
+    assert results[3] == 1
+    assert await ids(journal) == [1, 2]
+
+
+async def test_the_statements_of_one_write_happen_all_or_none(journal: Journal) -> None:
+    good = journal.submit([(INSERT, (1, "a"))])
+    bad = journal.submit([(INSERT, (2, "b")), (INSERT, (1, "again"))])
+    after = journal.submit([(INSERT, (3, "c")), (INSERT, (4, "d"))])
+    await asyncio.wait([good, bad, after])
+    assert isinstance(bad.exception(), sqlite3.IntegrityError)
+    assert await after == [1, 1]
+    assert await ids(journal) == [1, 3, 4]
+
+
+async def test_a_value_that_cannot_be_stored_fails_only_its_own_writer(journal: Journal) -> None:
+    bad = journal.submit([(INSERT, (1, object()))])  # type: ignore[list-item]
+    huge = journal.submit([(INSERT, (2**70, "x"))])
+    short = journal.submit([(INSERT, (1,))])
+    await journal.execute(INSERT, (3, "c"))
+    assert isinstance(bad.exception(), sqlite3.Error)
+    assert isinstance(huge.exception(), OverflowError)
+    assert isinstance(short.exception(), sqlite3.Error)
+    assert await ids(journal) == [3]
+
+
+async def test_a_statement_that_undoes_the_transaction_fails_everyone_in_it(journal: Journal) -> None:
+    """Nobody is told of a success that did not happen."""
+    await journal.execute(INSERT, (1, "a"))
+    innocent = journal.submit([(INSERT, (2, "b"))])
+    guilty = journal.submit([("INSERT OR ROLLBACK INTO item VALUES (1, 'again')", ())])
+    await asyncio.wait([innocent, guilty])
+    kept = await ids(journal)
+    assert isinstance(guilty.exception(), sqlite3.IntegrityError)
+    assert (innocent.exception() is None) == (2 in kept)
+    await journal.execute(INSERT, (5, "the journal goes on"))
+
+
+async def test_cancelling_a_waiting_writer_does_not_take_its_write_back(journal: Journal) -> None:
+    writers = [asyncio.ensure_future(journal.execute(INSERT, (n, "x"))) for n in range(50)]
+    await asyncio.wait(writers, timeout=0)
+    for writer in writers[::2]:
+        writer.cancel()
+    await asyncio.gather(*writers, return_exceptions=True)
+    assert await ids(journal) == list(range(50))
+
+
+async def test_an_insert_with_returning_gives_rows_and_is_durable(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    async with await Journal.open(path, [TABLE]) as journal:
+        rows = await journal.query("INSERT INTO item (text) VALUES ('x') RETURNING id, text")
+        assert [tuple(row) for row in rows] == [(1, "x")]
+    async with await Journal.open(path, [TABLE]) as journal:
+        assert await ids(journal) == [1]
+
+
+async def test_parameters_may_be_named(journal: Journal) -> None:
+    await journal.execute("INSERT INTO item VALUES (:id, :text)", {"id": 7, "text": "x'; DROP TABLE item; --"})
+    (row,) = await journal.query("SELECT * FROM item WHERE id = :id", {"id": 7})
+    assert row["text"] == "x'; DROP TABLE item; --"
+
+
+@pytest.mark.parametrize(
+    "sql", ["COMMIT", "begin", " ROLLBACK;", "PRAGMA user_version = 9", "ATTACH 'x' AS y", "", "  "]
+)
+async def test_statements_that_would_break_the_group_are_refused(sql: str, journal: Journal) -> None:
+    with pytest.raises(ValueError, match="not a statement"):
+        await journal.execute(sql)
+
+
+async def test_closing_commits_what_was_submitted_and_refuses_more(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    journal = await Journal.open(path, [TABLE])
+    pending = [journal.submit([(INSERT, (n, "x"))]) for n in range(3000)]
+    await asyncio.gather(journal.aclose(), journal.aclose())
+    assert all(item.done() and item.exception() is None for item in pending)
+    with pytest.raises(Unavailable) as caught:
+        await journal.execute(INSERT, (1, "late"))
+    assert caught.value.reason == "JOURNAL_CLOSED"
+    async with await Journal.open(path, [TABLE]) as reopened:
+        assert len(await ids(reopened)) == 3000
+
+
+async def test_a_second_owner_of_the_file_is_refused(tmp_path: Path, journal: Journal) -> None:
+    path = tmp_path / "state" / "test.db"
+    with pytest.raises(FailedPrecondition) as caught:
+        await Journal.open(path, [TABLE])
+    assert caught.value.reason == "JOURNAL_IN_USE"
+
+
+async def test_migrations_run_once_each_and_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    second = "ALTER TABLE item ADD COLUMN more TEXT; UPDATE item SET more = text || '!'"
+    async with await Journal.open(path, [TABLE]) as journal:
+        await journal.execute(INSERT, (1, "x"))
+    for _ in range(2):
+        async with await Journal.open(path, [TABLE, second]) as journal:
+            (row,) = await journal.query("SELECT more FROM item")
+            assert row["more"] == "x!"
+
+
+async def test_a_wrong_migration_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    with pytest.raises(sqlite3.Error):
+        await Journal.open(path, [TABLE, "CREATE TABLE other (id); NONSENSE"])
+    async with await Journal.open(path, [TABLE, "CREATE TABLE other (id INTEGER)"]) as journal:
+        await journal.execute("INSERT INTO other VALUES (1)")
+
+
+async def test_a_file_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    async with await Journal.open(path, [TABLE, "CREATE TABLE later (id)"]):
+        pass
+    with pytest.raises(FailedPrecondition) as caught:
+        await Journal.open(path, [TABLE])
+    assert caught.value.reason == "JOURNAL_TOO_NEW"
+
+
+async def test_a_file_that_is_no_database_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    path.write_bytes(b"not a database, but somebody's file" * 100)
+    before = path.read_bytes()
+    with pytest.raises(FailedPrecondition) as caught:
+        await Journal.open(path, [TABLE])
+    assert caught.value.reason == "JOURNAL_UNREADABLE"
+    assert path.read_bytes() == before
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from penstock_chassis.journal import Journal
+
+async def main():
+    journal = await Journal.open(sys.argv[1], ["CREATE TABLE item (id INTEGER PRIMARY KEY, text TEXT NOT NULL)"])
+    async def writer(first):
+        for n in range(first, 10**9, 16):
+            await journal.execute("INSERT INTO item VALUES (?, 'x')", (n,))
+            os.write(1, b"%d\\n" % n)
+    async with asyncio.TaskGroup() as group:
+        for first in range(16):
+            group.create_task(writer(first))
+
+asyncio.run(main())
+"""
+
+
+async def test_what_was_acknowledged_survives_a_kill_9(tmp_path: Path) -> None:
+    """The promise on which exactly-once calls stand: each id that the process printed is in the file."""
+    path = tmp_path / "a.db"
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        acknowledged = [int(process.stdout.readline()) for _ in range(500)]
+        process.kill()
+        acknowledged += [int(line) for line in process.stdout.read().splitlines(keepends=True) if line.endswith(b"\n")]
+    async with await Journal.open(path, [TABLE]) as journal:
+        assert set(acknowledged) <= set(await ids(journal))
+
+
+statements = st.lists(
+    st.lists(st.tuples(st.sampled_from(["insert", "delete", "fail"]), st.integers(0, 5)), min_size=1, max_size=3),
+    max_size=12,
+)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(statements)
+async def test_any_interleaving_ends_as_if_the_writes_had_run_one_after_the_other(
+    tmp_path: Path, writes: list[list[tuple[str, int]]]
+) -> None:
+    """R22: safe under any interleaving; the model is a set changed in order of submission."""
+    model: set[int] = set()
+    outcomes: list[bool] = []
+    batches: list[list[Statement]] = []
+    for write in writes:
+        tried, good = set(model), True
+        for verb, number in write:
+            if verb == "insert":
+                good = good and number not in tried
+                tried.add(number)
+            elif verb == "delete":
+                tried.discard(number)
+            else:
+                good = False
+            if not good:
+                break
+        model = tried if good else model
+        outcomes.append(good)
+        sql = {"insert": INSERT, "delete": "DELETE FROM item WHERE id = ? AND ? = 'x'", "fail": "SELECT ?, ? FROM no"}
+        batches.append([(sql[verb], (number, "x")) for verb, number in write])
+    path = tmp_path / "model.db"
+    path.unlink(missing_ok=True)
+    async with await Journal.open(path, [TABLE]) as journal:
+        futures = [journal.submit(batch) for batch in batches]
+        results = await asyncio.gather(*futures, return_exceptions=True)
+        assert [not isinstance(result, BaseException) for result in results] == outcomes
+        assert set(await ids(journal)) == model

@@ -1,0 +1,93 @@
+"""What a line of the log looks like, and what never stands in one."""
+
+import io
+from collections.abc import Iterator
+
+import orjson
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_chassis.logging import MASK, configure, redact
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    before = structlog.get_config()
+    out = io.StringIO()
+    configure("info", "json", stream=out)
+    yield out
+    structlog.configure(**before)
+
+
+def test_a_line_is_one_object_of_json_with_the_bound_ids(stream: io.StringIO) -> None:
+    with structlog.contextvars.bound_contextvars(rollout_id="r1"):
+        structlog.get_logger().info("phase", phase="RUNNING", data=b"\xff", number=2)
+    line = orjson.loads(stream.getvalue())
+    assert line["event"] == "phase"
+    assert line["rollout_id"] == "r1"
+    assert line["level"] == "info"
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_newline_in_a_value_cannot_forge_a_line(stream: io.StringIO) -> None:
+    structlog.get_logger().info("x", path='a\n{"event":"forged"}')
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_an_exception_is_logged_with_its_trace(stream: io.StringIO) -> None:
+    try:
+        raise KeyError("x")
+    except KeyError as error:
+        structlog.get_logger().error("failed", exc_info=error)
+    assert "KeyError" in orjson.loads(stream.getvalue())["exception"]
+
+
+def test_what_is_below_the_level_is_not_written(stream: io.StringIO) -> None:
+    structlog.get_logger().debug("body", body="secret")
+    assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "authorization",
+        "Authorization",
+        "token",
+        "operator_token",
+        "OPENAI_API_KEY",
+        "api-key",
+        "apikey",
+        "password",
+        "client_secret",
+        "secret_env",
+        "credentials",
+        "capability_token",
+        "set-cookie",
+    ],
+)
+@given(value=st.text(min_size=4) | st.dictionaries(st.text(), st.text()))
+def test_a_value_under_a_secret_looking_key_is_masked(key: str, value: object) -> None:
+    """R8"""
+    event = {"event": "x", key: value, "nested": {"deeper": {key: value}}}
+    masked = redact(None, "info", event)
+    assert masked[key] == MASK
+    assert masked["nested"]["deeper"][key] == MASK
+
+
+@pytest.mark.parametrize("key", ["token_ids", "prompt_tokens", "tokens", "key", "secretary", "max_tokens", "monkey"])
+def test_ordinary_keys_are_left_alone(key: str) -> None:
+    assert redact(None, "info", {"event": "x", key: 7}) == {"event": "x", key: 7}
+
+
+def test_the_console_style_is_for_people() -> None:
+    before = structlog.get_config()
+    out = io.StringIO()
+    try:
+        configure("info", "console", stream=out)
+        structlog.get_logger().info("ready", address="127.0.0.1:1", token="abc")
+    finally:
+        structlog.configure(**before)
+    assert "127.0.0.1:1" in out.getvalue()
+    assert "abc" not in out.getvalue()

@@ -1,0 +1,388 @@
+"""The Intercept session against a gate that follows a script."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tests.unit.client.conftest import TOKEN, Fakes, Gate, Refusal
+
+from penstock.client import (
+    AlreadyDelivered,
+    CallEnded,
+    Completion,
+    InvalidCompletion,
+    ModelCall,
+    Penstock,
+    PenstockError,
+    SessionLost,
+    StalePolicy,
+    Unauthenticated,
+    Unavailable,
+)
+from penstock.interception.v1 import intercept_service_pb2 as icpt
+
+ANSWER = Completion.of_tokens([5, 6], [-0.5, -0.25], policy_version=3)
+
+
+async def take(session: Any, count: int) -> list[ModelCall]:
+    """The next calls of a session."""
+    taken = []
+    async for call in session.calls():
+        taken.append(call)
+        if len(taken) == count:
+            break
+    return taken
+
+
+async def test_a_call_arrives_with_its_tokens_and_is_delivered_with_ids_logprobs_and_version(
+    fakes: Fakes, ps: Penstock
+) -> None:
+    """R82: what is delivered are the engine's own ids and logprobs, bit for bit; R87: with their policy version."""
+    seen: dict[str, Any] = {}
+
+    async def gate(stream: Gate) -> None:
+        seen["hello"] = await stream.hello()
+        call = icpt.ModelCall(call_id="c1", lease_id="l1", rollout_id="r1", group_index=0, prompt_count=3)
+        call.prompt_token_ids = np.array([1, 2, 3], "<i4").tobytes()
+        call.sampling.temperature = 0.0
+        await stream.send(calls=icpt.Calls(calls=[call]))
+        seen.update(await stream.results())
+        await stream.accept("c1")
+        await stream.goodbye()
+
+    fakes.converse(gate)
+    async with ps.intercept(run_id="run", credits=7, policy_version=3, identity="me") as session:
+        (call,) = await take(session, 1)
+        assert call.prompt_token_ids.tolist() == [1, 2, 3]
+        assert (call.sampling.temperature, call.sampling.top_p) == (0.0, None)
+        assert (call.group_index, call.group_id) == (0, None)
+        await call.deliver(ANSWER)
+        assert call.ended
+
+    hello = seen["hello"]
+    assert (hello.selector.run_id, hello.credits.calls, hello.policy_version, hello.identity) == ("run", 7, 3, "me")
+    assert not hello.HasField("resume_session_id")
+    span = seen["c1"].completion.span
+    assert seen["c1"].lease_id == "l1"
+    assert np.frombuffer(span.token_ids, "<i4").tolist() == [5, 6]
+    assert np.frombuffer(span.logprobs, "<f4").tolist() == [-0.5, -0.25]
+    assert [(v.policy_version, v.start, v.end) for v in span.versions] == [(3, 0, 2)]
+    assert fakes.metadata[0]["authorization"] == f"Bearer {TOKEN}"
+
+
+async def test_results_that_are_ready_together_travel_in_one_frame(fakes: Fakes, ps: Penstock) -> None:
+    """Frames carry what is ready: one message per call would cost several times as much."""
+
+    async def gate(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("a", "b", "c")
+        assert set(await stream.results()) == {"a", "b", "c"}
+        await stream.accept("a", "b", "c")
+        await stream.goodbye()
+
+    fakes.converse(gate)
+    async with ps.intercept() as session:
+        calls = await take(session, 3)
+        await asyncio.gather(*(call.deliver(ANSWER) for call in calls))
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "again"),
+    [
+        (icpt.ResultRejected.REASON_INVALID, InvalidCompletion, True),
+        (icpt.ResultRejected.REASON_STALE_POLICY, StalePolicy, True),
+        (icpt.ResultRejected.REASON_ALREADY_DELIVERED, AlreadyDelivered, False),
+        (icpt.ResultRejected.REASON_CALL_ENDED, CallEnded, False),
+    ],
+)
+async def test_a_rejected_result_raises_by_type_and_the_call_may_be_answered_again_only_if_it_is_still_leased(
+    fakes: Fakes, ps: Penstock, reason: Any, kind: type[Exception], again: bool
+) -> None:
+    """R29: a delivery is validated against its call, and the reason comes out as a type."""
+
+    async def gate(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("c1")
+        await stream.results()
+        rejected = icpt.ResultRejected(call_id="c1", reason=reason, message="no", violations=["logprobs: nan"])
+        await stream.send(acknowledged=icpt.ResultsAcknowledged(rejected=[rejected]))
+        if again:
+            await stream.results()
+            await stream.accept("c1")
+        await stream.goodbye()
+
+    fakes.converse(gate)
+    async with ps.intercept() as session:
+        (call,) = await take(session, 1)
+        with pytest.raises(kind, match="logprobs: nan"):
+            await call.deliver(ANSWER)
+        assert call.ended is not again
+        if again:
+            await call.deliver(ANSWER)
+        else:
+            with pytest.raises(CallEnded):
+                await call.deliver(ANSWER)
+
+
+async def test_after_a_break_the_session_resumes_and_sends_unacknowledged_results_again(
+    fakes: Fakes, ps: Penstock
+) -> None:
+    """R34: a broken connection neither loses a result nor has a call answered twice."""
+    seen: dict[str, Any] = {}
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("sent", "open", "lost")
+        await stream.results()
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def resumes(stream: Gate) -> None:
+        seen["hello"] = await stream.hello(resumed=True, held=("open",))
+        seen["again"] = await stream.results()
+        await stream.accept("sent")
+        seen["open"] = await stream.results()
+        await stream.accept("open")
+        await stream.goodbye()
+
+    fakes.converse(breaks, resumes)
+    async with ps.intercept() as session:
+        calls = {call.call_id: call for call in await take(session, 3)}
+        await calls["sent"].deliver(ANSWER)
+        assert calls["lost"].ended and calls["lost"].end_reason == "LEASE_LOST"
+        assert not calls["open"].ended
+        await calls["open"].deliver(ANSWER)
+    assert seen["hello"].resume_session_id == "s1"
+    assert set(seen["again"]) == {"sent"}
+
+
+async def test_a_call_that_is_leased_anew_is_not_handed_out_twice_and_its_result_goes_under_the_new_lease(
+    fakes: Fakes, ps: Penstock
+) -> None:
+    """R34: one generation, one turn, although the gate had forgotten the session."""
+    seen: dict[str, Any] = {}
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("c1", lease="old")
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def forgot(stream: Gate) -> None:
+        await stream.hello("s2", resumed=False)
+        await stream.calls("c1", lease="new")
+        await stream.calls("c2", lease="other")
+        seen.update(await stream.results())
+        await stream.accept("c1")
+        await stream.goodbye()
+
+    fakes.converse(breaks, forgot)
+    async with ps.intercept() as session:
+        first, second = await take(session, 2)
+        assert (first.call_id, second.call_id) == ("c1", "c2")
+        await first.deliver(ANSWER)
+        assert session.session_id == "s2"
+    assert seen["c1"].lease_id == "new"
+
+
+async def test_a_cancelled_call_ends_and_its_late_answer_says_so(fakes: Fakes, ps: Penstock) -> None:
+    """R26: that a call needs no answer any more is visible, so that its generation can be aborted."""
+
+    async def gate(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("c1", "c2")
+        await stream.send(cancelled=icpt.CallsCancelled(call_ids=["c1"], reason="AGENT_GONE"))
+        await stream.send(rollouts_closed=icpt.RolloutsClosed(rollout_ids=["r1"]))
+        await stream.calls("c3", rollout_id="r2")
+        await stream.goodbye()
+
+    fakes.converse(gate)
+    async with ps.intercept() as session:
+        taken = []
+        async for call in session.calls():
+            if call.call_id == "c3":
+                break
+            taken.append(call)  # one that ended before it could be handed out is not handed out at all
+        for call in taken:
+            await call.wait_ended()
+            assert call.end_reason in ("AGENT_GONE", "ROLLOUT_CLOSED")
+            with pytest.raises(CallEnded):
+                await call.deliver(ANSWER)
+
+
+async def test_pause_returns_when_the_gate_holds_calls_and_resume_when_they_flow(fakes: Fakes, ps: Penstock) -> None:
+    """Decision 8: the agent never sees a weight sync."""
+    seen: list[str] = []
+
+    async def gate(stream: Gate) -> None:
+        await stream.hello()
+        for _ in range(3):
+            frame = await stream.read()
+            assert frame is not None
+            seen.append(frame.WhichOneof("frame") or "")
+            if frame.HasField("pause"):
+                assert frame.pause.reason == "weight sync"
+                await stream.send(paused=icpt.CallsPaused(open_calls=4))
+            elif frame.HasField("resume"):
+                await stream.send(resumed=icpt.CallsResumed())
+        await stream.goodbye()
+
+    fakes.converse(gate)
+    async with ps.intercept() as session:
+        assert await session.pause("weight sync") == 4
+        session.announce(8)
+        await session.resume()
+    assert seen == ["pause", "policy", "resume"]
+
+
+async def test_a_pause_is_asked_for_again_when_the_gate_forgot_the_session(fakes: Fakes, ps: Penstock) -> None:
+    """Decision 8: calls stay held over a break."""
+    broken = asyncio.Event()
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello()
+        await stream.read()
+        await stream.send(paused=icpt.CallsPaused())
+        await broken.wait()
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def forgot(stream: Gate) -> None:
+        await stream.hello("s2", resumed=False)
+        frame = await stream.read()
+        assert frame is not None and frame.HasField("pause")
+        await stream.send(paused=icpt.CallsPaused())
+        await stream.calls("c1")
+        frame = await stream.read()
+        assert frame is not None and frame.HasField("resume")
+        await stream.send(resumed=icpt.CallsResumed())
+        await stream.goodbye()
+
+    fakes.converse(breaks, forgot)
+    async with ps.intercept() as session:
+        await session.pause()
+        broken.set()
+        await take(session, 1)
+        assert session.session_id == "s2"
+        await session.resume()
+
+
+async def test_a_gate_that_cannot_be_reached_is_an_error_at_once_that_says_what_to_do() -> None:
+    """R27: a service that is not reachable is a clear error."""
+    from penstock.client import connect
+
+    target = {"interception": "127.0.0.1:1"}
+    async with connect(target) as ps:
+        with pytest.raises(Unavailable, match="penstock up"):
+            async with ps.intercept():
+                raise AssertionError("entered without a gate")
+
+
+async def test_a_refused_token_is_an_error_and_not_tried_again(fakes: Fakes, ps: Penstock) -> None:
+    """R5: what the gate refuses comes out as its type."""
+
+    async def refuses(stream: Gate) -> None:
+        await stream.fail(Refusal(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIAL_INVALID"))
+
+    fakes.converse(refuses)
+    with pytest.raises(Unauthenticated) as caught:
+        async with ps.intercept():
+            raise AssertionError("entered without a token")
+    assert caught.value.reason == "CREDENTIAL_INVALID"
+
+
+async def test_an_error_that_will_not_pass_ends_the_session_for_everybody_who_waits(fakes: Fakes, ps: Penstock) -> None:
+    """R24: a typed end, no hang."""
+
+    async def taken_over(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("c1")
+        await stream.results()
+        await stream.fail(Refusal(grpc.StatusCode.ABORTED, "SESSION_TAKEN_OVER"))
+
+    fakes.converse(taken_over)
+    async with ps.intercept() as session:
+        (call,) = await take(session, 1)
+        with pytest.raises(PenstockError) as delivered:
+            await call.deliver(ANSWER)
+        with pytest.raises(PenstockError) as iterated:
+            await take(session, 1)
+        assert delivered.value is iterated.value
+        assert delivered.value.reason == "SESSION_TAKEN_OVER"
+
+
+async def test_a_session_that_cannot_be_taken_up_again_is_lost(fakes: Fakes, ps: Penstock) -> None:
+    """R24: reconnecting has an end."""
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("c1")
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    fakes.converse(breaks)
+    async with ps.intercept(reconnect_timeout=0.0) as session:
+        with pytest.raises(SessionLost):
+            await take(session, 2)
+
+
+async def test_a_delivery_that_was_cancelled_is_sent_all_the_same_and_harms_nothing(fakes: Fakes, ps: Penstock) -> None:
+    """R32: a cancelled wait releases what it held."""
+    got = asyncio.Event()
+    go = asyncio.Event()
+
+    async def gate(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("c1", "c2")
+        await stream.results()
+        got.set()
+        await go.wait()
+        await stream.accept("c1")
+        await stream.results()
+        await stream.accept("c2")
+        await stream.goodbye()
+
+    fakes.converse(gate)
+    async with ps.intercept() as session:
+        one, two = await take(session, 2)
+        delivery = asyncio.ensure_future(one.deliver(ANSWER))
+        await got.wait()
+        delivery.cancel()
+        await asyncio.wait([delivery])
+        go.set()
+        await two.deliver(ANSWER)
+        assert one.ended
+
+
+async def test_leaving_the_block_sends_what_waits_and_says_goodbye(fakes: Fakes, ps: Penstock) -> None:
+    """An end of stream alone would be ambiguous; Goodbye has unanswered calls queued again at once."""
+
+    async def gate(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("c1")
+        frame = await stream.read()
+        assert frame is not None and frame.HasField("policy")
+        await stream.goodbye()
+
+    fakes.converse(gate)
+    async with ps.intercept() as session:
+        (call,) = await take(session, 1)
+        session.announce(2)
+    assert call.ended
+    assert [call async for call in session.calls()] == []
+
+
+async def test_a_result_that_no_frame_can_carry_fails_alone(fakes: Fakes, ps: Penstock) -> None:
+    """A bad or oversize item fails alone, the stream goes on."""
+
+    async def gate(stream: Gate) -> None:
+        await stream.hello()
+        await stream.calls("c1")
+        await stream.results()
+        await stream.accept("c1")
+        await stream.goodbye()
+
+    fakes.converse(gate)
+    async with ps.intercept() as session:
+        (call,) = await take(session, 1)
+        with pytest.raises(InvalidCompletion):
+            await call.deliver(Completion.of_tokens(np.zeros(9_000_000, np.int32)))
+        await call.fail("ENGINE_DOWN", "gave up", retriable=True)

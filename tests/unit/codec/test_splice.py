@@ -1,0 +1,104 @@
+"""Exact continuation: the appended ids are those of the template's own text, cut at a special token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock_codec import Codec, Continuation, Inexact, TokenizerFiles, tiny
+from penstock_codec.chat import Message, Tool, ToolCallPart
+
+TOOL = Tool("bash", "Run it.", '{"type": "object"}')
+START = [Message.system("Be brief."), Message.user("Go.")]
+CALLED = Message.assistant("", ToolCallPart("c1", "bash", '{"command":  "x"}'))
+FOLLOWS = {
+    "tool": (CALLED, [Message.tool("c1", "out")]),
+    "two tools": (CALLED, [Message.tool("c1", "out"), Message.tool("c2", "out<|im_end|>")]),
+    "user": (Message.assistant("Done."), [Message.user("More, please.")]),
+    "tool and user": (CALLED, [Message.tool("c1", "out"), Message.user("More, please.")]),
+    "nothing": (Message.assistant("Done."), []),
+    "somebody else's turn": (Message.assistant("A"), [Message.user("b"), Message.assistant("C"), Message.user("d")]),
+}
+
+
+@pytest.mark.parametrize("kind", FOLLOWS)
+def test_a_continuation_is_what_the_template_renders_after_the_turn(codec: Codec, kind: str) -> None:
+    """R82: on a template that never rewrites history, splicing and rendering anew agree text for text and id for id."""
+    reply, new = FOLLOWS[kind]
+    history = [*START, reply]
+    before = codec.render_text(history, [TOOL], add_generation_prompt=False).removesuffix("\n")
+    whole = codec.render_text([*history, *new], [TOOL])
+    result = codec.continuation(history, new, [TOOL], last_id=codec.end_of_turn_id)
+    assert isinstance(result, Continuation)
+    assert codec.decode(result.ids) == whole.removeprefix(before)
+    assert [*codec.encode(before).tolist(), *result.ids.tolist()] == codec.render([*history, *new], [TOOL]).tolist()
+    assert result.closing == 0
+
+
+@pytest.mark.parametrize("last_id", [None, 42])
+def test_a_turn_without_its_end_gets_it_as_context(codec: Codec, last_id: int | None) -> None:
+    """R84: truncated turns are closed, and the close is counted apart."""
+    history = [*START, Message.assistant("Do")]
+    closed = codec.continuation(history, [Message.user("x")], last_id=codec.end_of_turn_id)
+    cut = codec.continuation(history, [Message.user("x")], last_id=last_id)
+    assert isinstance(closed, Continuation)
+    assert isinstance(cut, Continuation)
+    assert cut.closing == 1
+    assert cut.ids.tolist() == [codec.end_of_turn_id, *closed.ids.tolist()]
+
+
+def test_no_merge_crosses_the_cut() -> None:
+    """R82: the tail is tokenised on its own, so that what was sampled before it cannot change it."""
+    codec = Codec.load(tiny.build(["\n\n\n\nuser user\n"] * 9))
+    history = [*START, Message.assistant("x\n")]
+    result = codec.continuation(history, [Message.user("\n\n")], last_id=codec.end_of_turn_id)
+    assert isinstance(result, Continuation)
+    assert codec.decode(result.ids) == "\n<|im_start|>user\n\n\n<|im_end|>\n<|im_start|>assistant\n"
+
+
+BODY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+REFUSING = "{% if messages[-1].role == 'user' and messages | length > 2 %}{{ raise_exception('no') }}{% endif %}"
+INEXACT = {
+    "TEMPLATE_REWRITES_HISTORY": "{{ messages | length }} messages\n" + BODY,
+    "NO_END_OF_TURN": BODY.replace("<|im_end|>", "."),
+    "TEMPLATE_REFUSED": REFUSING + BODY,
+}
+
+
+@pytest.mark.parametrize("reason", INEXACT)
+def test_a_template_that_allows_no_exact_splice_says_why(files: TokenizerFiles, reason: str) -> None:
+    """R85: a typed answer, so that the graph opens a labelled branch instead of drifting in silence."""
+    codec = Codec.load(replace(files, chat_template=INEXACT[reason]), parser="none")
+    result = codec.continuation([*START, Message.assistant("a")], [Message.user("b")], last_id=codec.end_of_turn_id)
+    assert isinstance(result, Inexact)
+    assert result.reason == reason
+
+
+def test_a_template_that_hides_a_turn_says_so(files: TokenizerFiles) -> None:
+    """R85: a turn that the template does not show cannot be spliced after."""
+    template = BODY.replace("{{ m.content }}", "{% if messages | length < 3 %}{{ m.content }}{% endif %}")
+    codec = Codec.load(replace(files, chat_template=template), parser="none")
+    result = codec.continuation([*START, Message.assistant("a")], [Message.user("b")], last_id=2)
+    assert isinstance(result, Inexact)
+    assert result.reason == "TEMPLATE_HIDES_TURN"
+
+
+def test_a_template_that_looks_back_gets_the_real_history(files: TokenizerFiles) -> None:
+    """R82: where a short history would render otherwise, the whole one is rendered (as text only)."""
+    numbered = BODY.replace("{{ m.role }}", "{{ m.role }} {{ loop.index }}")
+    codec = Codec.load(replace(files, chat_template=numbered), parser="none")
+    history = [*START, Message.assistant("a"), Message.user("b"), Message.assistant("c")]
+    result = codec.continuation(history, [Message.user("d")], last_id=codec.end_of_turn_id)
+    assert isinstance(result, Continuation)
+    assert codec.decode(result.ids) == "\n<|im_start|>user 6\nd<|im_end|>\n"
+
+
+def test_the_mark_of_the_probe_never_reaches_the_ids(codec: Codec) -> None:
+    """R82: probing leaves nothing behind."""
+    result = codec.continuation([*START, CALLED], [Message.tool("c1", "out")], [TOOL], last_id=None)
+    assert isinstance(result, Continuation)
+    assert "probe" not in codec.decode(result.ids)

@@ -1,0 +1,221 @@
+"""Chat templates: golden texts reasoned out by hand, the helpers that templates use, and refusals by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from penstock_codec import Codec, CodecError, TokenizerFiles
+from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart, ToolResultPart
+from penstock_codec.template import ChatTemplate
+
+SCHEMA = '{"type":"object","properties":{"z":{"type":"string"},"a":{"enum":["<é>",1.50]}}}'
+TOOL = Tool("bash", "Run it.", SCHEMA)
+CALL = ToolCallPart("call_1", "bash", '{"z":"<b> & é", "a":  1.0}')
+
+GOLDEN = """\
+<|im_start|>system
+Be brief.
+
+Tools:
+bash: Run it. {"type": "object", "properties": {"z": {"type": "string"}, "a": {"enum": ["<é>", 1.5]}}}
+Call: <tool_call>
+{"name": NAME, "arguments": OBJECT}
+</tool_call><|im_end|>
+<|im_start|>user
+Go.<|im_end|>
+<|im_start|>assistant
+<think>
+hm
+</think>
+
+So:
+<tool_call>
+{"name": "bash", "arguments": {"z": "<b> & é", "a": 1.0}}
+</tool_call>
+<tool_call>
+{"name": "bash", "arguments": {"z": "<b> & é", "a": 1.0}}
+</tool_call><|im_end|>
+<|im_start|>user
+<tool_response>
+one
+</tool_response>
+<tool_response>
+two
+</tool_response><|im_end|>
+<|im_start|>assistant
+"""
+
+
+def conversation() -> list[Message]:
+    """A conversation with every kind of message."""
+    return [
+        Message.system("Be brief."),
+        Message.user("Go."),
+        Message.assistant("So:", CALL, CALL, reasoning="hm"),
+        Message.tool("call_1", "one"),
+        Message.tool("call_1", "two"),
+    ]
+
+
+def render(text: str, messages: Sequence[Message] = (), **special: str) -> str:
+    """Render `text` as a template."""
+    return ChatTemplate(text, special, now=lambda: datetime(2026, 3, 4, tzinfo=UTC)).render(messages)
+
+
+def test_our_template_renders_tools_calls_results_and_reasoning(codec: Codec) -> None:
+    """R82: JSON keeps key order, spacing as json.dumps writes it, and text without HTML escapes."""
+    assert codec.render_text(conversation(), [TOOL]) == GOLDEN
+
+
+def test_the_ids_of_a_rendered_conversation_are_those_of_its_text(codec: Codec) -> None:
+    """R82: int32 ids, special tokens as one id each."""
+    ids = codec.render(conversation(), [TOOL])
+    assert ids.dtype == "int32"
+    assert codec.decode(ids) == GOLDEN
+    assert ids.tolist() == codec.encode(GOLDEN).tolist()
+    assert ids[0] == codec.encode("<|im_start|>")[0]
+
+
+def test_thinking_can_be_switched_off_by_the_template_argument(codec: Codec) -> None:
+    """R63: an accepted option takes effect."""
+    text = codec.render_text([Message.user("x")], template_kwargs={"enable_thinking": False})
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_the_usual_helpers_are_there() -> None:
+    """R82: raise_exception, strftime_now, tojson with indent, loop controls, generation blocks, special tokens."""
+    assert render("{{ strftime_now('%d %b %Y') }}") == "04 Mar 2026"
+    assert render("{{ {'b': '<é>', 'a': [1]} | tojson(indent=1) }}") == '{\n "b": "<é>",\n "a": [\n  1\n ]\n}'
+    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert render("{% generation %}\n{% set x = 1 %}a{{ eos_token }}\n{% endgeneration %}\nb", eos_token="E") == "aE\nb"
+    assert render("  {% if true %}\nx\n  {% endif %}\n") == "x\n"
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox() -> None:
+    """R14: a template is a program of somebody else."""
+    with pytest.raises(CodecError) as caught:
+        render("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    assert caught.value.reason == "TEMPLATE_REFUSED"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{% if %}", "TEMPLATE_INVALID"),
+        ("{{ raise_exception('no') }}", "TEMPLATE_REFUSED"),
+        ("{{ 1/0 }}", "TEMPLATE_REFUSED"),
+    ],
+)
+def test_a_template_that_fails_says_so_by_name(text: str, reason: str) -> None:
+    """R33: a typed error, not a stray exception."""
+    with pytest.raises(CodecError) as caught:
+        render(text)
+    assert caught.value.reason == reason
+
+
+def test_tools_are_refused_where_the_template_would_drop_them() -> None:
+    """R63: nothing that was asked for is dropped in silence."""
+    with pytest.raises(CodecError) as caught:
+        ChatTemplate("{{ messages }}", {}).render([], [TOOL])
+    assert caught.value.reason == "TEMPLATE_WITHOUT_TOOLS"
+
+
+@pytest.mark.parametrize("schema", ["", "[1]", "nope", "[" * 100_000])
+def test_a_tool_whose_schema_is_no_object_is_refused(codec: Codec, schema: str) -> None:
+    """R15, R33: the tool is named."""
+    with pytest.raises(CodecError, match="'bash'") as caught:
+        codec.render([Message.user("x")], [Tool("bash", "", schema)])
+    assert caught.value.reason == "TOOL_INVALID"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Message(Role.USER, (TextPart("look"), ImagePart("data:image/png;base64,AA=="))),
+        Message(Role.TOOL, (ToolResultPart("c", "", images=(ImagePart("https://x/y.png"),)),)),
+    ],
+)
+def test_an_image_is_refused_by_name(codec: Codec, message: Message) -> None:
+    """R63: a text model's codec does not pretend to show images."""
+    with pytest.raises(CodecError) as caught:
+        codec.render([message])
+    assert caught.value.reason == "IMAGE_UNSUPPORTED"
+
+
+def test_half_a_surrogate_pair_is_refused(codec: Codec) -> None:
+    """R33: text that is no Unicode gets a typed error."""
+    with pytest.raises(CodecError) as caught:
+        codec.render([Message.user("\ud83d")])
+    assert caught.value.reason == "TEXT_NOT_UNICODE"
+
+
+def test_template_arguments_cannot_replace_the_conversation(codec: Codec) -> None:
+    """R33: reserved names are refused."""
+    with pytest.raises(CodecError, match="messages"):
+        codec.render([Message.user("x")], template_kwargs={"messages": []})
+
+
+def test_a_developer_message_becomes_a_system_message_where_the_template_knows_none(codec: Codec) -> None:
+    """R67: an instruction reaches the model under the name that its template knows."""
+    text = codec.render_text([Message(Role.DEVELOPER, (TextPart("rules"),)), Message.user("x")])
+    assert text.startswith("<|im_start|>system\nrules<|im_end|>")
+
+
+def test_results_and_text_in_one_message_are_rendered_as_results_then_text(codec: Codec) -> None:
+    """R82: dialects that put tool results into a user message lose nothing."""
+    message = Message(Role.USER, (ToolResultPart("a", "one"), ToolResultPart("b", "two"), TextPart("go on")))
+    apart = [Message.tool("a", "one"), Message.tool("b", "two"), Message.user("go on")]
+    assert codec.render_text([message]) == codec.render_text(apart)
+
+
+def test_files_come_back_from_a_directory_as_they_were_written(
+    files: TokenizerFiles, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """R87: the hashes name the tokenizer and the template."""
+    directory = tmp_path_factory.mktemp("model")
+    files.write(directory)
+    again = TokenizerFiles.from_directory(directory)
+    assert again == files
+    assert len(again.tokenizer_sha256) == len(again.template_sha256) == 64
+
+
+def test_a_directory_without_a_template_says_what_is_missing(
+    files: TokenizerFiles, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """R48: the error names what to add."""
+    directory = tmp_path_factory.mktemp("model")
+    files.write(directory)
+    (directory / "chat_template.jinja").unlink()
+    with pytest.raises(CodecError, match=r"add chat_template\.jinja"):
+        TokenizerFiles.from_directory(directory)
+
+
+@pytest.mark.parametrize("broken", [b"", b"{}", b"\xff", b'{"model": 3}'])
+def test_a_broken_tokenizer_is_refused(files: TokenizerFiles, broken: bytes) -> None:
+    """R33: whatever the binding raises, the error is ours."""
+    with pytest.raises(CodecError) as caught:
+        Codec.load(replace(files, tokenizer_json=broken))
+    assert caught.value.reason == "TOKENIZER_INVALID"
+
+
+def test_an_unknown_kind_of_template_asks_for_a_parser(files: TokenizerFiles) -> None:
+    """R63: no silent default; the error lists what can be set."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}<function=x>"
+    with pytest.raises(CodecError, match="hermes, none, think") as caught:
+        Codec.load(replace(files, chat_template=template))
+    assert caught.value.reason == "PARSER_UNDETECTED"
+    assert Codec.load(replace(files, chat_template=template), parser="none").parser == "none"
+    with pytest.raises(CodecError) as caught:
+        Codec.load(files, parser="nope")
+    assert caught.value.reason == "PARSER_UNKNOWN"
+
+
+def test_a_stop_id_outside_the_vocabulary_is_refused(files: TokenizerFiles) -> None:
+    """R83: ids are in the vocabulary."""
+    with pytest.raises(CodecError) as caught:
+        Codec.load(replace(files, stop_token_ids=(10**6,)))
+    assert caught.value.reason == "TOKEN_ID_INVALID"

@@ -1,0 +1,433 @@
+"""The token graph: what it refuses, what it keeps, and what comes back after a crash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from penstock_chassis.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
+from penstock_codec import Codec, CodecError
+from penstock_codec.chat import FinishReason, Message, Tool, ToolCallPart
+from penstock_interception.graph import (
+    CallClass,
+    CallHints,
+    CommitRecord,
+    LogprobsMode,
+    Sampled,
+    SamplePolicy,
+    TokenGraph,
+    VersionSpan,
+)
+
+Sampler = Callable[..., Sampled]
+
+BASH = Tool("bash", "Run a command.", '{"type": "object"}')
+START = [Message.system("You are a shell agent."), Message.user("Read the note.")]
+MORE = Message.user("List the files, please.")
+ANSWER = "I will do that.<|im_end|>"
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command":  "cat note.txt"}}\n</tool_call><|im_end|>'
+
+
+def ids(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    """int32 ids."""
+    return np.asarray(values, dtype=np.int32)
+
+
+def logs(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """float32 logprobs."""
+    return np.asarray(values, dtype=np.float32)
+
+
+PLAIN = Sampled(
+    message=Message.assistant("ab"),
+    finish_reason=FinishReason.STOP,
+    token_ids=ids(20, 21, 2),
+    logprobs=logs(-0.1, -0.2, 0.0),
+    logprobs_mode=LogprobsMode.PROCESSED,
+    versions=(VersionSpan(4, 0, 2), VersionSpan(5, 2, 3)),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"logprobs": logs(-0.1, -0.2)}, "span.logprobs"),
+        ({"logprobs": logs(-0.1, -0.2, 0.001)}, "span.logprobs"),
+        ({"logprobs": logs(-0.1, float("nan"), -1)}, "span.logprobs"),
+        ({"logprobs": logs(-0.1, float("-inf"), -1)}, "span.logprobs"),
+        ({"logprobs": np.asarray([-0.1, -0.2, -0.3])}, "span.logprobs"),
+        ({"logprobs_mode": None}, "span.logprobs_mode"),
+        ({"token_ids": ids(20, 21, 10**6)}, "span.token_ids"),
+        ({"token_ids": ids(20, 21, -1)}, "span.token_ids"),
+        ({"token_ids": np.asarray([20, 21, 2])}, "span.token_ids"),
+        ({"token_ids": ids(20, 21, 2).reshape(1, 3)}, "span.token_ids"),
+        ({"token_ids": None}, "span.logprobs"),
+        ({"versions": (VersionSpan(4, 0, 2),)}, "span.versions"),
+        ({"versions": (VersionSpan(4, 0, 2), VersionSpan(5, 1, 3))}, "span.versions[1]"),
+        ({"versions": (VersionSpan(4, 0, 4),)}, "span.versions"),
+        ({"versions": (VersionSpan(4, 0, 0), VersionSpan(5, 0, 3))}, "span.versions[0]"),
+        ({"message": Message.user("ab")}, "message.role"),
+    ],
+)
+def test_a_completion_that_does_not_add_up_is_refused_and_changes_nothing(
+    codec: Codec, change: dict[str, object], field: str
+) -> None:
+    """R83: equal lengths, ids in the vocabulary, logprobs finite and <= 0, versions without a gap; fields are named."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    head = graph.chain_head
+    with pytest.raises(InvalidArgument) as caught:
+        graph.commit("c", plan, replace(PLAIN, **change))  # type: ignore[arg-type]
+    assert caught.value.reason == "COMPLETION_INVALID"
+    assert field in [violation.field for violation in caught.value.violations]
+    assert (len(graph.calls), graph.chain_head) == (0, head)
+    graph.commit("c", plan, PLAIN)
+
+
+def test_a_models_larger_vocabulary_is_heeded(codec: Codec) -> None:
+    """R83: models pad their vocabulary beyond the tokenizer's."""
+    graph = TokenGraph("r", codec, vocab_size=codec.vocab_size + 10)
+    graph.commit("c", graph.plan(START), replace(PLAIN, token_ids=ids(20, 21, codec.vocab_size + 9)))
+
+
+def test_a_call_is_committed_once(codec: Codec) -> None:
+    """R29: a second commit of a call is an error."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("c", plan, PLAIN)
+    with pytest.raises(AlreadyExists):
+        graph.commit("c", plan, PLAIN)
+
+
+def test_a_plan_of_another_rollout_is_refused(codec: Codec) -> None:
+    """R4: rollouts do not mix."""
+    plan = TokenGraph("other", codec).plan(START)
+    with pytest.raises(FailedPrecondition):
+        TokenGraph("r", codec).commit("c", plan, PLAIN)
+
+
+def test_an_empty_conversation_is_refused(codec: Codec) -> None:
+    """R33: typed, before anything is rendered."""
+    with pytest.raises(InvalidArgument):
+        TokenGraph("r", codec).plan([])
+
+
+def test_a_conversation_that_the_template_cannot_take_is_refused_by_the_codec(codec: Codec) -> None:
+    """R33: the codec's error comes through with its reason."""
+    with pytest.raises(CodecError):
+        TokenGraph("r", codec).plan(START, [Tool("bash", "", "[]")])
+
+
+def test_planning_changes_nothing_and_commits_may_come_in_any_order(codec: Codec, sample: Sampler) -> None:
+    """R22: concurrent calls on several lines are safe."""
+    graph = TokenGraph("r", codec)
+    first = graph.plan(START, [BASH])
+    side = graph.plan([Message.user("Title?")])
+    graph.commit("side", side, sample(side, "Notes<|im_end|>"))
+    graph.commit("first", first, sample(first, CALL))
+    result = [*START, graph.calls["first"].sampled.message, Message.tool("x", "kiwi")]
+    plans = [graph.plan(result, [BASH]) for _ in range(3)]
+    assert len({plan.prompt_ids.tobytes() for plan in plans}) == 1
+    for index, plan in enumerate(plans):
+        graph.commit(f"same-{index}", plan, sample(plan, f"{index}" + ANSWER))
+    nodes = [graph.calls[f"same-{index}"] for index in range(3)]
+    assert len({node.branch_id for node in nodes}) == 3
+    assert all(node.suffix is nodes[0].suffix for node in nodes)
+    classes = graph.call_classes()
+    assert [classes[node.call_id] for node in nodes] == [CallClass.RETRY, CallClass.RETRY, CallClass.MAIN]
+    assert classes["side"] is CallClass.TITLE
+
+
+def test_plans_may_be_made_in_threads_while_calls_are_committed(codec: Codec, sample: Sampler) -> None:
+    """R22, R32: tokenising off the loop sees a graph that grows meanwhile, and every prompt is still exact."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START, [BASH])
+    graph.commit("0", plan, sample(plan, CALL))
+    history = [*START, graph.calls["0"].sampled.message]
+    with ThreadPoolExecutor(4) as pool:
+        planning = [pool.submit(graph.plan, [*history, Message.tool("x", f"{n}")], [BASH]) for n in range(60)]
+        for index, future in enumerate(as_completed(planning, timeout=60)):
+            plan = future.result()
+            graph.commit(f"n{index}", plan, sample(plan, ANSWER))
+            assert plan.prompt_ids[: graph.calls["0"].total].tolist() == graph.path("0").tolist()
+    assert len(graph.branches()) == 60
+
+
+def test_two_calls_that_continue_one_turn_differently_are_two_branches(codec: Codec, sample: Sampler) -> None:
+    """R85: whoever commits second opens the branch."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("a", plan, sample(plan, ANSWER))
+    reply = graph.calls["a"].sampled.message
+    left = graph.plan([*START, reply, Message.user("left")])
+    right = graph.plan([*START, reply, Message.user("right")])
+    assert left.branch_id == right.branch_id == graph.calls["a"].branch_id
+    graph.commit("right", right, sample(right, ANSWER))
+    graph.commit("left", left, sample(left, ANSWER))
+    main, edit = graph.branches()
+    assert (main.call_ids, edit.call_ids) == (("a", "right"), ("left",))
+    assert (edit.call_class, edit.fork_call_id) == (CallClass.EDIT, "a")
+    main_sample, edit_sample = graph.samples()
+    assert [turn.untrained for turn in main_sample.turns] == ["", ""]
+    assert [turn.untrained for turn in edit_sample.turns] == ["SHARED", ""]
+
+
+def test_replies_with_equal_text_are_told_apart_by_their_reasoning(codec: Codec, sample: Sampler) -> None:
+    """R82: of two attempts with the same visible answer the echoed reasoning picks the right one."""
+    graph = TokenGraph("r", codec)
+    for name, thought in (("a", "one"), ("b", "two")):
+        plan = graph.plan(START)
+        graph.commit(name, plan, sample(plan, f"<think>\n{thought}\n</think>\n\n{ANSWER}"))
+    for name in ("a", "b"):
+        plan = graph.plan([*START, graph.calls[name].sampled.message, MORE])
+        assert plan.parent_call_id == name
+
+
+def test_an_empty_reply_that_the_client_left_out_is_still_part_of_the_line(codec: Codec, sample: Sampler) -> None:
+    """R82: a turn cut off inside its reasoning shows nothing, and clients drop it from the history."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("a", plan, sample(plan, "<think>\nhm", finish=FinishReason.LENGTH))
+    follow = graph.plan([*START, MORE])
+    assert (follow.parent_call_id, follow.new_branch) == ("a", False)
+    assert graph.plan(START).call_class is CallClass.RETRY
+
+
+def test_other_tools_make_another_root(codec: Codec, sample: Sampler) -> None:
+    """R85: the tool list is part of the root's key."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START, [BASH])
+    graph.commit("a", plan, sample(plan, ANSWER))
+    history = [*START, graph.calls["a"].sampled.message, MORE]
+    assert graph.plan(history, [BASH]).parent_call_id == "a"
+    assert graph.plan(history, [replace(BASH, description="Run.")]).parent_call_id is None
+    summary = graph.plan(history, [])
+    assert (summary.parent_call_id, summary.call_class) == (None, CallClass.COMPACTION)
+
+
+@pytest.mark.parametrize("call_class", list(CallClass))
+def test_a_class_that_the_ingress_knows_is_believed(codec: Codec, sample: Sampler, call_class: CallClass) -> None:
+    """R85: specs and headers know better than shapes."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START, [BASH], CallHints(call_class=call_class))
+    graph.commit("a", plan, sample(plan, ANSWER))
+    assert graph.call_classes() == {"a": call_class}
+    assert bool(graph.samples()[0].loss_mask.any()) is (call_class in SamplePolicy().classes)
+
+
+def test_a_probe_and_another_session_are_recognised(codec: Codec, sample: Sampler) -> None:
+    """R85: one token asked for is a probe; another session of the agent is a sub-agent."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START, [BASH], CallHints(session="s1"))
+    graph.commit("a", plan, sample(plan, ANSWER))
+    assert graph.plan([Message.user("hi")], (), CallHints(max_tokens=1)).call_class is CallClass.PROBE
+    task = [START[0], Message.user("A part of it.")]
+    assert graph.plan(task, [BASH], CallHints(session="s2")).call_class is CallClass.SUB_AGENT
+    assert graph.plan(task, [BASH], CallHints(session="s1")).call_class is CallClass.COMPACTION
+
+
+def test_a_truncated_turn_is_context_unless_the_policy_says_otherwise(codec: Codec, sample: Sampler) -> None:
+    """R84: an unusable turn stays as context."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("a", plan, sample(plan, "I will", finish=FinishReason.LENGTH))
+    (only,) = graph.samples()
+    assert (int(only.loss_mask.sum()), only.weight, only.truncated) == (0, 0.0, True)
+    assert only.turns[0].untrained == "TRUNCATED"
+    (only,) = graph.samples(SamplePolicy(train_truncated=True))
+    assert (int(only.loss_mask.sum()), only.weight) == (6, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"injected": True}, "INJECTED"),
+        ({"usable": False}, "UNUSABLE"),
+        ({"logprobs": None, "logprobs_mode": None}, "NO_LOGPROBS"),
+        ({"finish_reason": FinishReason.CONTENT_FILTER}, "UNUSABLE"),
+    ],
+)
+def test_what_cannot_be_trained_says_why(codec: Codec, change: dict[str, object], why: str) -> None:
+    """R21, R84: injected and unusable turns are context, with the reason."""
+    graph = TokenGraph("r", codec)
+    graph.commit("a", graph.plan(START), replace(PLAIN, **change))  # type: ignore[arg-type]
+    (only,) = graph.samples()
+    assert not only.loss_mask.any()
+    assert not only.logprobs.any()
+    assert [turn.untrained for turn in only.turns] == [why]
+
+
+def test_versions_follow_the_tokens_that_they_sampled(codec: Codec, sample: Sampler) -> None:
+    """R87: version spans over a sample's tokens; context between turns belongs to no version."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("a", plan, replace(PLAIN, message=Message.assistant("x")))
+    plan2 = graph.plan([*START, Message.assistant("x"), MORE])
+    graph.commit("b", plan2, sample(plan2, "ok", version=5))
+    (only,) = graph.samples()
+    start, later = plan.prompt_ids.size, plan2.prompt_ids.size
+    assert only.versions == (
+        VersionSpan(4, start, start + 2),
+        VersionSpan(5, start + 2, start + 3),
+        VersionSpan(5, later, later + 2),
+    )
+    assert only.prompt_count == start
+
+
+def test_a_source_without_tokens_still_has_calls_and_branches(codec: Codec) -> None:
+    """R85: text-only capture keeps the shape, and gives no samples."""
+    graph = TokenGraph("r", None)
+    answer = Sampled(Message.assistant("ok", ToolCallPart("c", "bash", "{}")), FinishReason.TOOL_CALLS)
+    plan = graph.plan(START, [BASH])
+    assert (plan.exact, plan.prompt_ids.size) == (False, 0)
+    graph.commit("a", plan, answer)
+    plan = graph.plan([*START, answer.message, Message.tool("c", "x")], [BASH])
+    assert (plan.parent_call_id, plan.new_branch) == ("a", False)
+    graph.commit("b", plan, replace(answer, message=Message.assistant("done")))
+    assert [branch.call_ids for branch in graph.branches()] == [("a", "b")]
+    assert graph.samples() == ()
+
+
+def test_a_turn_that_came_without_tokens_breaks_exactness_and_says_so(codec: Codec, sample: Sampler) -> None:
+    """R83: one text-only answer among exact ones opens a branch with the reason."""
+    graph = TokenGraph("r", codec)
+    graph.commit("a", graph.plan(START), Sampled(Message.assistant("ok"), FinishReason.STOP))
+    plan = graph.plan([*START, Message.assistant("ok"), MORE])
+    assert plan.new_branch
+    assert plan.reason.startswith("PARENT_WITHOUT_TOKENS")
+    assert plan.call_class is CallClass.MAIN
+    graph.commit("b", plan, sample(plan, ANSWER))
+    (only,) = graph.samples()
+    assert int(only.loss_mask.sum()) == len(ANSWER) - len("<|im_end|>") + 1
+
+
+def test_turns_before_a_text_only_answer_are_still_trained(codec: Codec, sample: Sampler) -> None:
+    """R84: an answer without tokens takes nothing away from those before it."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("a", plan, sample(plan, ANSWER))
+    plan = graph.plan([*START, graph.calls["a"].sampled.message, MORE])
+    graph.commit("b", plan, Sampled(Message.assistant("ok"), FinishReason.STOP))
+    (only,) = graph.samples()
+    assert [turn.call_id for turn in only.turns] == ["a"]
+    assert int(only.loss_mask.sum()) == graph.calls["a"].sampled.count
+
+
+def test_a_long_history_that_was_edited_is_stored_once(codec: Codec, sample: Sampler) -> None:
+    """R23, R85: a new root shares the tokens that it has in common with another line."""
+    graph = TokenGraph("r", codec)
+    long = [Message.system("You are a shell agent. " * 200), Message.user("Read the note.")]
+    plan = graph.plan(long, [BASH])
+    graph.commit("a", plan, sample(plan, ANSWER))
+    edited = graph.plan([long[0], Message.user("Something else.")], [BASH])
+    assert edited.parent_call_id == "a"
+    assert edited.new_branch
+    assert edited.shared_prefix_len > 1000
+    assert edited.suffix_ids.size < 50
+    assert edited.prompt_ids.tolist() == codec.render([long[0], Message.user("Something else.")], [BASH]).tolist()
+    graph.commit("b", edited, sample(edited, ANSWER))
+    assert graph.path("b").tolist()[: edited.prompt_ids.size] == edited.prompt_ids.tolist()
+    first, second = graph.samples()
+    assert [turn.call_id for turn in first.turns] == ["a"]
+    assert [turn.call_id for turn in second.turns] == ["b"]
+
+
+def test_a_graph_keeps_eight_bytes_for_a_token(codec: Codec, sample: Sampler) -> None:
+    """R23: each id and each logprob is kept once, however long the conversation grows."""
+    graph = TokenGraph("r", codec)
+    messages = list(START)
+    for turn in range(40):
+        plan = graph.plan(messages, [BASH])
+        graph.commit(str(turn), plan, sample(plan, CALL))
+        messages += [graph.calls[str(turn)].sampled.message, Message.tool("x", "kiwi " * 50)]
+    kept = 0
+    for node in graph.calls.values():
+        assert node.sampled.token_ids is not None
+        assert node.sampled.logprobs is not None
+        kept += node.suffix.nbytes + node.sampled.token_ids.nbytes + node.sampled.logprobs.nbytes
+    assert kept <= 8 * graph.path("39").size
+
+
+def build(codec: Codec, sample: Sampler) -> tuple[TokenGraph, list[CommitRecord]]:
+    """A graph with turns, a side line, a retry and an edit, and its records."""
+    graph = TokenGraph("r", codec)
+    records: list[CommitRecord] = []
+
+    def call(name: str, messages: list[Message], text: str, tools: tuple[Tool, ...] = (BASH,)) -> Message:
+        plan = graph.plan(messages, tools, CallHints(session="s"))
+        records.append(graph.commit(name, plan, sample(plan, text, version=len(records))))
+        return graph.calls[name].sampled.message
+
+    reply = call("a", START, f"<think>\nhé\n</think>\n\n{CALL}")
+    call("t", [Message.user("Title?")], ANSWER, ())
+    history = [*START, reply, Message.tool("x", "kiwi")]
+    call("b", history, "cut")
+    again = call("b2", history, ANSWER)
+    call("c", [*history, again, MORE], CALL)
+    call("e", [*START, reply, Message.tool("x", "melon")], ANSWER)
+    return graph, records
+
+
+def test_a_graph_comes_back_from_its_records(codec: Codec, sample: Sampler) -> None:
+    """Decision 7, R85: after a crash the same graph: calls, branches, samples, chain, and the next plan."""
+    graph, records = build(codec, sample)
+    again = TokenGraph.restore("r", codec, [CommitRecord.from_bytes(record.to_bytes()) for record in records])
+    assert again.chain_head == graph.chain_head
+    assert again.branches() == graph.branches()
+    assert again.call_classes() == graph.call_classes()
+    for mine, theirs in zip(graph.samples(), again.samples(), strict=True):
+        assert (mine.sample_id, mine.turns, mine.versions, mine.weight) == (
+            theirs.sample_id,
+            theirs.turns,
+            theirs.versions,
+            theirs.weight,
+        )
+        assert mine.input_ids.tobytes() == theirs.input_ids.tobytes()
+        assert mine.logprobs.tobytes() == theirs.logprobs.tobytes()
+        assert mine.loss_mask.tobytes() == theirs.loss_mask.tobytes()
+    for name, node in graph.calls.items():
+        assert again.calls[name].sampled.message == node.sampled.message
+        assert again.calls[name].sampled.sampling_used == node.sampled.sampling_used
+    follow = [*START, graph.calls["a"].sampled.message, Message.tool("x", "melon"), Message.assistant("?"), MORE]
+    assert graph.plan(follow, [BASH]).prompt_ids.tolist() == again.plan(follow, [BASH]).prompt_ids.tolist()
+
+
+@pytest.mark.parametrize("kind", ["missing", "swapped", "twice", "token", "logprob", "version", "rollout"])
+def test_a_chain_that_was_tampered_with_is_found_out(codec: Codec, sample: Sampler, kind: str) -> None:
+    """R82, R83: every trained token was sampled under exactly that context, or the chain does not hold."""
+    _, records = build(codec, sample)
+    sampled = records[0].sampled
+    tokens, logprobs = sampled.token_ids, sampled.logprobs
+    assert tokens is not None
+    assert logprobs is not None
+    changes: dict[str, Callable[[], Sampled]] = {
+        "token": lambda: replace(sampled, token_ids=np.concatenate([tokens[:-1], ids(7)])),
+        "logprob": lambda: replace(sampled, logprobs=np.minimum(logprobs, np.float32(-1))),
+        "version": lambda: replace(sampled, versions=(VersionSpan(9, 0, sampled.count),)),
+    }
+    if kind == "missing":
+        del records[1]
+    elif kind == "swapped":
+        records[1:3] = records[2:0:-1]
+    elif kind == "twice":
+        records.append(records[-1])
+    elif kind in changes:
+        records[0] = replace(records[0], sampled=changes[kind]())
+    with pytest.raises(DataLoss) as caught:
+        TokenGraph.restore("another" if kind == "rollout" else "r", codec, records)
+    assert caught.value.reason == "GRAPH_CHAIN_BROKEN"
+
+
+def test_a_damaged_record_is_refused(codec: Codec, sample: Sampler) -> None:
+    """R83: whatever a disk returns, the error is typed."""
+    _, records = build(codec, sample)
+    data = records[0].to_bytes()
+    renamed = data.replace(b'"keep"', b'"kept"')
+    for damaged in (b"", data[:3], data[:20], data[:-1], data + b"\0", b"XXXX" + data[4:], renamed):
+        with pytest.raises(DataLoss) as caught:
+            CommitRecord.from_bytes(damaged)
+        assert caught.value.reason == "GRAPH_RECORD_DAMAGED"
