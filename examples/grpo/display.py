@@ -1,4 +1,4 @@
-"""What a person sees: the curve and the last steps, live; plain lines where there is no terminal; a picture at the end."""
+"""What a person sees: the curve and the last steps, live; plain lines without a terminal; a picture at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised warm start and GRPO updates: everything between "here are scored token sequences" and "here are new weights".
+"""Supervised warm start and GRPO updates: from scored token sequences to new weights.
 
 Nothing here knows about rollouts, agents or services. All randomness comes from the seed.
 """
@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
-import model
 import numpy as np
+
+import model
 from model import Batch, ModelConfig
 from tasks import Corpus
 
@@ -70,9 +71,9 @@ class Learner:
 
         Answers the mean loss, and the largest difference between our logprobs and the engine's before the first step.
 
-        Rows without an advantage teach nothing and are left out. Adam makes a full step of whatever gradient is there, so
-        the fewer rows have something to say, the smaller the rate: without that, a few rare failures near the end of
-        training can undo it.
+        Rows without an advantage teach nothing and are left out. Adam makes a full step of whatever gradient is there,
+        so the fewer rows have something to say, the smaller the rate: without that, a few rare failures near the end
+        of training can undo it.
         """
         telling = [row for row in rows if row.advantage]
         if not telling:

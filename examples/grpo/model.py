@@ -16,8 +16,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
+
 from penstock_codec import TokenizerFiles
-from safetensors.numpy import load_file, save_file
 
 jax.config.update("jax_platforms", "cpu")  # whatever else this machine has: the model is too small to ship anywhere
 

@@ -1,8 +1,8 @@
 """What the model learns: to copy a word, which it has to read first, into the file that the instruction names.
 
-A solution takes two commands in two turns: `cat note.txt`, and then, with what that printed, `echo WORD > FILE`. The model
-starts from supervised examples that teach it how to call the tool, but of which most then write a stock word to a stock
-file, so that it succeeds now and then, and reinforcement has something to find.
+A solution takes two commands in two turns: `cat note.txt`, and then, with what that printed, `echo WORD > FILE`. The
+model starts from supervised examples that teach it how to call the tool, but most of which then write a stock word, or
+to a stock file; so it succeeds now and then, and reinforcement has something to find.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from penstock_codec import Codec, TokenizerFiles, tiny
-from penstock_codec.chat import Message, Tool, ToolCallPart
 
 from penstock.client import Command, RewardFrom, SeedFile, Task, Verifier
+from penstock_codec import Codec, tiny
+from penstock_codec.chat import Message, Tool, ToolCallPart
 
 WORDS = ("amber", "birch", "cedar", "delta", "ember", "frost", "grove", "haven")
 FILES = ("a.txt", "b.txt", "c.txt")
 STOCK_WORD, STOCK_FILE = "kiwi", "notes.txt"
-# How often a supervised example writes (the right word, to the right file). Each habit is seen often enough to be learned;
-# only now and then do both come together.
+# How often a supervised example writes (the right word, to the right file). Each half is seen often enough to be
+# learned; only now and then do both come together.
 EXAMPLES = {(True, True): 0.2, (True, False): 0.3, (False, True): 0.3, (False, False): 0.2}
 VOCAB_SIZE = 512
 
-# What the agent sends before the instruction, to the letter: the policy sees these very tokens in training and in rollouts.
+# What the agent sends before the instruction, to the letter: the supervised examples are the tokens of real rollouts.
 SYSTEM_PROMPT = "You are a shell agent."
 BASH = Tool(
     name="bash",
@@ -107,7 +107,7 @@ def build_codec() -> Codec:
 
 
 def encode(codec: Codec, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids, int32 [t], and a mask, float32 [t], that is 1 on what the assistant said, its end-of-turn token included."""
+    """Token ids, int32 [t], and a mask, float32 [t], 1 on what the assistant said, end-of-turn included."""
     ids = codec.render(messages, [BASH], add_generation_prompt=False)
     mask = np.zeros(len(ids), np.float32)
     for index, message in enumerate(messages):

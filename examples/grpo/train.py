@@ -2,8 +2,8 @@
 
     python examples/grpo/train.py --seed 1                  (or `make demo SEED=1`)
 
-Each step starts 8 groups of 8 rollouts. A rollout is a real agent process in its own sandbox; its model calls wait at the
-gate until this program answers them with what the inference service samples; a verifier in the sandbox makes the
+Each step starts 8 groups of 8 rollouts. A rollout is a real agent process in its own sandbox; its model calls wait at
+the gate until this program answers them with what the inference service samples; a verifier in the sandbox makes the
 reward. The captured tokens and logprobs become one GRPO update, and the new weights are pushed back, one policy version
 later. What a run leaves behind is in runs/demo/latest. The seed decides everything: weights, tasks, and each sampled
 token, whatever the order in which calls arrive.
@@ -21,16 +21,25 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import model
 import numpy as np
+from safetensors.numpy import load_file, save_file
+
+import model
 from display import Display, Metrics, recent, save_picture
 from learner import Learner, Row, advantages
-from tasks import TASKS, Corpus, CopyTask, build_codec
-
-from penstock.client import Budgets, GroupHandle, InterceptSession, ModelCall, Penstock, ResultRejected, RolloutResult
-from penstock.client import connect
+from penstock.client import (
+    Budgets,
+    GroupHandle,
+    InterceptSession,
+    ModelCall,
+    Penstock,
+    ResultRejected,
+    RolloutResult,
+    connect,
+)
 from penstock.client.export import Table, write_jsonl
 from penstock.client.stack import LocalStack
+from tasks import TASKS, CopyTask, Corpus, build_codec
 
 PROMPTS, GROUP_SIZE = 8, 8
 MAX_STEPS, GOAL, WINDOW = 100, 0.98, 10
@@ -154,11 +163,11 @@ def warm_start(learner: Learner, corpus: Corpus, tokenizer_sha256: str, seed: in
         key.update(Path(__file__).with_name(name).read_bytes())
     path = RUNS / "cache" / f"warm-{key.hexdigest()[:16]}.safetensors"
     if path.is_file():
-        learner.load(model.load_file(path))
+        learner.load(load_file(path))
         return
     learner.warm_start(corpus, lambda done, loss: display.say(f"warm start: step {done}, loss {loss:.3f}"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    model.save_file(learner.weights(), path)
+    save_file(learner.weights(), path)
 
 
 def new_run(seed: int) -> Path:
