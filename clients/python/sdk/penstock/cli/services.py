@@ -43,7 +43,7 @@ class ModelChoice:
 
 @asynccontextmanager
 async def services(choice: ModelChoice | None = None, *, state_dir: Path | None = None) -> AsyncIterator[Penstock]:
-    """A client of the services that run; when none do, or an engine is asked for, of a stack that lasts for the block."""
+    """A client of the services that run; if none do, or an engine is asked for, of a stack that lasts for the block."""
     choice = choice or ModelChoice()
     endpoints = resolve()
     if not choice.given and (endpoints.origin != "the defaults" or await _answers(endpoints)):

@@ -91,9 +91,8 @@ def outcome(result: Outcome) -> RenderableType:
         return Text.assemble(line, ("   not graded", "dim"))
     reward = result.reward
     parts = "".join(f"  {name} {value:g}" for name, value in reward.components.items())
-    return Text.assemble(
-        line, ("   reward ", ""), (f"{reward.value:g}", "bold"), (f" of {reward.range_min:g} to {reward.range_max:g}{parts}", "dim")
-    )  # fmt: skip
+    scale = f" of {reward.range_min:g} to {reward.range_max:g}{parts}"
+    return Text.assemble(line, "   reward ", (f"{reward.value:g}", "bold"), (scale, "dim"))
 
 
 def calls(trajectory: Trajectory) -> Table:
