@@ -1,8 +1,8 @@
 """The gate: rollouts, their calls, and what may become of each.
 
-A call is admitted (index, budget, journal), gets its prompt, is offered to whoever answers, and ends exactly once. The
-first answer that holds its rules wins; it is on disk before anybody, agent or trainer, hears of it (decision 7). Between
-acceptance and commit a call is *claimed*: nothing else can end it any more.
+A call is admitted (index, budget, journal), gets its prompt, is offered to whoever answers, and ends exactly once.
+The first answer that holds its rules wins; it is on disk before anybody, agent or trainer, hears of it (decision 7).
+Between acceptance and commit a call is *claimed*: nothing else can end it any more.
 
 The gate knows no wire. Whoever knows tokens (`Recorder`) judges and records answers; `CallStore` makes them durable.
 """
@@ -412,7 +412,7 @@ class Gate:
         committed.add_done_callback(lambda done: self._committed(call, done))
         return Accepted(call.id, committed)
 
-    # The dispatcher tells ----------------------------------------------------------------------------------------------
+    # The dispatcher tells --------------------------------------------------------------------------------------------
 
     def call_changed(self, call: Call) -> None:
         """A call went between QUEUED, LEASED and DISPATCHED."""

@@ -1,8 +1,8 @@
 """The journal of the gate: open rollouts, calls and answers, so that a kill -9 loses none of them (decision 7).
 
-One SQLite file under the chassis's journal. A method that writes fixes its place in the order at once and returns what to
-await for its commit. No credential is stored: a rollout's token is an HMAC of its id and salt under a key that lives in a
-file of its own, mode 0600.
+One SQLite file under the chassis's journal. A method that writes fixes its place in the order at once and returns what
+to await for its commit. No credential is stored: a rollout's token is an HMAC of its id and salt under a key that lives
+in a file of its own, mode 0600.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CREATE UNIQUE INDEX calls_by_rollout ON calls (rollout_id, position);
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """A rollout with its calls in order of arrival, the graph's records in order of commit, and leases that were in force.
+    """A rollout with its calls in order of arrival, the graph's records in order of commit, and leases in force.
 
     A lease is call id, session id, lease id and the SHA-256 of the prompt that it was given for.
     """
@@ -130,8 +130,8 @@ class CallStore:
         """A call was admitted."""
         arrival = call.arrival
         return self._submit(
-            "INSERT INTO calls (call_id, rollout_id, position, retry_key, arrival, body, body_sha256, received, expires,"
-            " delegated, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO calls (call_id, rollout_id, position, retry_key, arrival, body, body_sha256, received,"
+            " expires, delegated, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             call.id,
             call.rollout.id,
             call.index,
