@@ -47,7 +47,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """The addresses (`host:port`) of the four services, and how to call them."""
+    """The addresses (`host:port`) of the four services, and how to call them. An empty one = there is no such service."""
 
     sandbox: str = f"127.0.0.1:{DEFAULT_PORTS['sandbox']}"
     driver: str = f"127.0.0.1:{DEFAULT_PORTS['driver']}"
@@ -63,7 +63,7 @@ class Endpoints:
             _check_token(self.token)
         for service in SERVICES:
             address = self.address(service)
-            if self.token is not None and self.tls is None and not _is_local(address):
+            if address and self.token is not None and self.tls is None and not _is_local(address):
                 raise ConfigurationError(
                     f"A token is not sent in clear to {address}: give tls=, or an address on this machine.",
                     reason="TOKEN_IN_CLEAR",
@@ -167,7 +167,7 @@ def _addresses(target: str | Mapping[str, str]) -> dict[ServiceName, str]:
             f"No such service: {', '.join(unknown)}; there are {', '.join(SERVICES)}", reason="TARGET"
         )
     for service, address in target.items():
-        if not _is_address(address):
+        if address and not _is_address(address):
             raise ConfigurationError(f"The address of {service} is not host:port: {address!r}", reason="TARGET")
     return {service: target[service] for service in SERVICES if service in target}
 
