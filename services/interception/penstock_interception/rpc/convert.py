@@ -76,7 +76,7 @@ CLASSES = {
     CallClass.TITLE: trajectory_pb2.CALL_CLASS_TITLE,
     CallClass.PROBE: trajectory_pb2.CALL_CLASS_PROBE,
     CallClass.EDIT: trajectory_pb2.CALL_CLASS_EDIT,
-    CallClass.RETRY: trajectory_pb2.CALL_CLASS_EDIT,
+    CallClass.RETRY: trajectory_pb2.CALL_CLASS_RETRY,
 }
 STATES = {
     CallState.QUEUED: trajectory_pb2.CALL_STATE_QUEUED,
