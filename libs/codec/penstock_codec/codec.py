@@ -177,12 +177,13 @@ class Codec:
     def _reasoning_open(self, tail: list[int]) -> bool:
         if Tag.OPEN_THINK not in self._grammar.tags:
             return False
-        for index in reversed(tail):
-            if index in self._prompt_marks:
-                return self._prompt_marks[index] is Tag.OPEN_THINK
-            if index in self._vocabulary.silent_ids:
-                return False
-        return False
+        start = max((at + 1 for at, index in enumerate(tail) if index in self._vocabulary.silent_ids), default=0)
+        turn = tail[start:]
+        if Tag.OPEN_THINK not in self._vocabulary.tag_ids.values():
+            text = self.decode(turn)
+            return text.rfind(Tag.OPEN_THINK.value) > text.rfind(Tag.CLOSE_THINK.value)
+        marks = [tag for index in turn if (tag := self._prompt_marks.get(index)) is not None]
+        return bool(marks) and marks[-1] is Tag.OPEN_THINK
 
     def _encode(self, text: str) -> list[int]:
         try:

@@ -64,7 +64,9 @@ class Detokenizer:
 
 def _byte_table(tokenizer: Tokenizer) -> tuple[list[bytes], bool]:
     """Each id's bytes, and whether decoding drops a text's first space."""
-    steps = list(_steps(json.loads(tokenizer.to_str()).get("decoder") or {}))
+    # Only the decoder's own description: a whole tokenizer is tens of megabytes of JSON.
+    decoder = tokenizer.decoder
+    steps = list(_steps(json.loads(decoder.__getstate__()) if decoder is not None else {}))
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:
         to_bytes, strip = _byte_level, False

@@ -23,7 +23,7 @@ MAX_CALLS = 128
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """A tool call that is none: its text, markup included, and why (see tool_json.Malformed)."""
+    """A tool call that is none: its text with markup, white space at its end apart, and why (tool_json.Malformed)."""
 
     text: str
     reason: str
@@ -190,7 +190,7 @@ class CompletionParser:
             self._take(event)
         if self._state is _State.CALL:
             self._reject(Malformed("UNCLOSED"), closed=False)
-        if self._state is _State.CONTENT and not self._calls:
+        if self._state is _State.CONTENT and (self._piece or not self._calls):
             self._emit_piece(self._space)
         self._end_piece()
         if reason is None:
@@ -258,7 +258,7 @@ class CompletionParser:
 
     def _reject(self, why: Malformed, *, closed: bool) -> None:
         text = Tag.OPEN_CALL.value + "".join(self._body) + (Tag.CLOSE_CALL.value if closed else "")
-        self._malformed.append(MalformedCall(text, why.reason))
+        self._malformed.append(MalformedCall(text.rstrip(), why.reason))
         self._state = _State.CONTENT
         self._show(text)
 

@@ -68,6 +68,7 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
             encode_outcome=encode_outcome,
             max_running=settings.max_running,
             max_queued=settings.max_queued,
+            agent_port=settings.agent_port,
         )
         lost = await fleet.recover()
         release: asyncio.Task[None] | None = None

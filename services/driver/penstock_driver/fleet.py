@@ -51,6 +51,7 @@ class Fleet:
     """All rollouts of one driver. Open with `open()`, stop with `aclose()`.
 
     `encode_outcome` gives an outcome in the wire's form. `max_running` rollouts run at once, `max_queued` may wait.
+    An agent finds its model endpoint at `agent_port` of its sandbox's own loopback.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Fleet:
         encode_outcome: Callable[[Outcome], bytes],
         max_running: int,
         max_queued: int,
+        agent_port: int,
     ) -> None:
         self.records = records
         self._sandboxes = sandboxes
@@ -71,6 +73,7 @@ class Fleet:
         self._encode_outcome = encode_outcome
         self._slots = asyncio.Semaphore(max_running)
         self._max_live = max_running + max_queued
+        self._agent_port = agent_port
         self._preparations = Preparations(sandboxes)
         self._live: dict[str, _Live] = {}
         self._supervisors: set[asyncio.Task[None]] = set()
@@ -217,6 +220,7 @@ class Fleet:
             gate=self._gate,
             preparations=self._preparations,
             labels=self._labels(record.rollout_id),
+            agent_port=self._agent_port,
             enter=enter,
             record=record_event,
         )

@@ -54,8 +54,6 @@ from penstock_driver.rollouts import (
 )
 
 AGENT_PROCESS: Final = "agent"
-AGENT_PORT: Final = 7780
-"""Where the agent finds its model endpoint: a port of the sandbox's own loopback."""
 STDERR_TAIL_BYTES: Final = 4096
 WATCH_MARGIN_S: Final = 30.0
 """How much longer than the agent's own limit the driver waits for its exit before it calls the sandbox lost."""
@@ -85,6 +83,7 @@ class Conductor:
         gate: Gate,
         preparations: Preparations,
         labels: dict[str, str],
+        agent_port: int,
         enter: Callable[[Phase], None],
         record: Callable[[Happening], None],
     ) -> None:
@@ -97,6 +96,7 @@ class Conductor:
         self._gate = gate
         self._preparations = preparations
         self._labels = labels
+        self._agent_port = agent_port
         self._phase = Phase.QUEUED
         self._enter_phase = enter
         self._record = record
@@ -201,7 +201,7 @@ class Conductor:
             return lambda: self._sandboxes.fork(
                 source.snapshot_id,
                 request_id=f"{self._id}/{source.snapshot_id}",
-                port=AGENT_PORT,
+                port=self._agent_port,
                 upstream=opening.ingress_address,
                 lease_s=self._order.limits.sandbox_s,
                 labels=self._labels,
@@ -228,7 +228,7 @@ class Conductor:
             home=sandbox.home,
             workdir=sandbox.workdir,
             toolbox=prepared.toolbox.mount_path,
-            base_url=f"http://127.0.0.1:{AGENT_PORT}{opening.base_paths[dialect]}",
+            base_url=f"http://127.0.0.1:{self._agent_port}{opening.base_paths[dialect]}",
             api_key=opening.token,
             model=opening.model_name,
             rollout_id=self._id,
@@ -325,7 +325,7 @@ class Conductor:
         try:
             async with asyncio.timeout(CLEAN_UP_S):
                 await work
-        except (PenstockError, TimeoutError) as error:
+        except Exception as error:  # noqa: BLE001 - a clean-up that fails never hides why the rollout ended (R49)
             _log.warning(
                 "clean-up failed; leases and the next start of the driver will do it",
                 what=what,

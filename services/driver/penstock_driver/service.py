@@ -11,13 +11,12 @@ from penstock_driver.ports import Sandboxes
 from penstock_driver.preflight import Preflight
 from penstock_driver.registry import AgentRegistry
 from penstock_driver.rpc.agent_service import AgentServicer
-from penstock_driver.rpc.gate import GrpcGate
-from penstock_driver.rpc.rollout_service import RolloutServicer
+from penstock_driver.rpc.rollout_service import Captures, RolloutServicer
 from penstock_driver.rpc.terminal_service import TerminalServicer
 
 
 def registrations(
-    fleet: Fleet, registry: AgentRegistry, preflight: Preflight, sandboxes: Sandboxes, gate: GrpcGate
+    fleet: Fleet, registry: AgentRegistry, preflight: Preflight, sandboxes: Sandboxes, gate: Captures
 ) -> Sequence[Registration]:
     """The servicers with the generated functions that add them to a server."""
     return [

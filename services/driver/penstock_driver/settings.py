@@ -27,6 +27,12 @@ class DriverSettings(ServiceSettings):
     )
     services_cert: Path | None = Field(None, description="PEM file with this service's client certificate")
     services_key: Path | None = Field(None, description="PEM file with that certificate's private key")
+    agent_port: int = Field(
+        7780,
+        ge=1024,
+        le=65535,
+        description="port of each sandbox's own loopback where its agent finds the model endpoint",
+    )
     max_running: int = Field(256, ge=1, le=10_000, description="rollouts that run at once; more wait")
     max_queued: int = Field(10_000, ge=0, description="rollouts that may wait; more are refused")
 

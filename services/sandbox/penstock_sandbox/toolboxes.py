@@ -152,7 +152,7 @@ class Toolboxes:
             raise NotFound("no such toolbox", reason="TOOLBOX_UNKNOWN", metadata={"toolbox_id": toolbox_id})
         toolbox, spec = known
         found = self._runtimes(spec)
-        inside = ("bin", "node_modules/.bin", *spec.path_directories)
+        inside = (*spec.path_directories, "bin", "node_modules/.bin")
         return MountedToolbox(
             name=spec.name,
             source=self._folder / toolbox_id / "content",

@@ -6,9 +6,11 @@ that the service reads after they went over that dialect's wire.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,13 +26,38 @@ from penstock_interception.graph import (
     TokenGraph,
     VersionSpan,
 )
+from penstock_interception.ingress.chat import ChatCompletions
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEXTS = ["You are a shell agent. Read the note, then write the file. List the files, please.\n"] * 4
 BASH = Tool("bash", "Run a command.", '{"type": "object", "properties": {"command": {"type": "string"}}}')
 
 Dialect = Callable[[Sequence[Message]], Sequence[Message]]
-DIALECTS: Mapping[str, Dialect] = {"domain": lambda messages: messages}
+
+
+def over_chat_completions(messages: Sequence[Message]) -> Sequence[Message]:
+    """As an OpenAI SDK writes the conversation into a body, and the ingress reads it."""
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        item: dict[str, Any] = {"role": message.role.value, "content": message.text}
+        if message.tool_calls:
+            item["content"] = message.text or None
+            item["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+                for call in message.tool_calls
+            ]
+        if message.reasoning:
+            item["reasoning_content"] = message.reasoning
+        for result in message.tool_results:
+            item["tool_call_id"] = result.call_id
+        written.append(item)
+    return ChatCompletions().parse(json.dumps({"model": "m", "messages": written}).encode()).messages
+
+
+DIALECTS: Mapping[str, Dialect] = {
+    "domain": lambda messages: messages,
+    "chat_completions": over_chat_completions,
+}
 
 
 @dataclass
@@ -54,6 +81,11 @@ class Conversation:
     ) -> CallNode:
         """One model call: the messages over the wire, then `completion` sampled one byte a token."""
         plan = self.graph.plan(self.dialect(messages), tools, hints)
+        self.answered += 1
+        return self.commit(f"call-{self.answered}", plan, completion, finish)
+
+    def commit(self, call_id: str, plan: Plan, completion: str, finish: FinishReason | None = None) -> CallNode:
+        """An answer to a planned call."""
         if self.codec.decode(plan.prompt_ids).endswith("<think>\n"):  # the template opened the reasoning itself
             opened = completion.startswith("<think>\n")
             completion = completion.removeprefix("<think>\n") if opened else "\n</think>\n\n" + completion
@@ -67,8 +99,6 @@ class Conversation:
             logprobs_mode=LogprobsMode.PROCESSED,
             versions=(VersionSpan(self.answered, 0, int(ids.size)),),
         )
-        self.answered += 1
-        call_id = f"call-{self.answered}"
         self.plans[call_id] = plan
         self.graph.commit(call_id, plan, sampled)
         return self.graph.calls[call_id]

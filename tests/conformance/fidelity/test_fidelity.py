@@ -15,7 +15,7 @@ import pytest
 
 from penstock_codec import Codec
 from penstock_codec.chat import FinishReason, Message, ReasoningPart, Role, TextPart, Tool, ToolCallPart
-from penstock_interception.graph import CallClass, CallHints, CallNode, TokenGraph
+from penstock_interception.graph import CallClass, CallHints, CallNode, Plan, TokenGraph
 
 START = [Message.system("You are a shell agent."), Message.user("Read the note.")]
 MORE = Message.user("List the files, please.")
@@ -46,6 +46,8 @@ class Conversation(Protocol):
         hints: CallHints | None = None,
         finish: FinishReason | None = None,
     ) -> CallNode: ...
+
+    def commit(self, call_id: str, plan: Plan, completion: str, finish: FinishReason | None = None) -> CallNode: ...
 
     def prompt(self, node: CallNode) -> list[int]: ...
 
@@ -273,6 +275,17 @@ def test_a_title_call_that_comes_first_and_unnamed_is_found_out_later(conversati
     classes = conversation.graph.call_classes()
     assert classes[title.call_id] is CallClass.TITLE
     assert classes[first.call_id] is CallClass.MAIN
+
+
+def test_a_title_asked_for_at_the_same_time_does_not_pass_for_the_main_line(conversation: Conversation) -> None:
+    """R85: some agents ask for a title and the first turn at once; whichever is answered first, both are told apart."""
+    system = Message.system("You name chats.")
+    title = conversation.graph.plan([system, START[1]])
+    first = conversation.call(START, CALL)
+    conversation.commit("title", title, "Notes")
+    sub = conversation.call([START[0], Message.user("Only look at the note.")], TEXT)
+    classes = conversation.graph.call_classes()
+    assert classes == {first.call_id: CallClass.MAIN, "title": CallClass.TITLE, sub.call_id: CallClass.SUB_AGENT}
 
 
 def test_a_sub_agent_runs_beside_the_main_line(conversation: Conversation) -> None:

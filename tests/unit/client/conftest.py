@@ -18,7 +18,7 @@ from penstock.interception.v1 import intercept_service_pb2 as icpt
 from penstock.interception.v1 import intercept_service_pb2_grpc
 from penstock.sandbox.v1 import file_service_pb2_grpc, process_service_pb2_grpc, sandbox_service_pb2_grpc
 
-TOKEN = "sk-test '$(leak)"  # noqa: S105 - a token of no service
+TOKEN = "sk-test '$(leak)"
 
 
 class Refusal(Exception):
@@ -119,7 +119,7 @@ class Gate:
 
     async def calls(self, *call_ids: str, lease: str = "l1", **fields: Any) -> None:
         calls = [
-            icpt.ModelCall(call_id=call_id, lease_id=lease, rollout_id="r1", **{"prompt_count": 2, **fields})
+            icpt.ModelCall(call_id=call_id, lease_id=lease, **{"rollout_id": "r1", "prompt_count": 2, **fields})
             for call_id in call_ids
         ]
         await self.send(calls=icpt.Calls(calls=calls))
@@ -140,6 +140,23 @@ class Gate:
 
     async def fail(self, refusal: Refusal) -> None:
         await refusal.abort(self._context)
+
+
+def _fake_gate(fakes: Fakes) -> Any:
+    async def intercept(self: Any, requests: AsyncIterator[icpt.InterceptRequest], context: Any) -> None:
+        fakes.metadata.append(dict(context.invocation_metadata()))
+        if not fakes.conversations:
+            fakes.faults.append("Intercept was called once too often")
+            await context.abort(grpc.StatusCode.INTERNAL, "not expected")
+        try:
+            await fakes.conversations.popleft()(Gate(requests, context))
+        except AssertionError as error:
+            fakes.faults.append(f"in a conversation: {error!r}")
+            raise
+
+    base = intercept_service_pb2_grpc.InterceptServiceServicer
+    names = [name for name in vars(base) if name[0].isupper()]
+    return type("FakeGate", (base,), {**dict.fromkeys(names), "Intercept": intercept})()
 
 
 def _fake(fakes: Fakes, servicer: type[Any], streaming: set[str], uploads: set[str]) -> Any:
@@ -180,23 +197,6 @@ def _fake(fakes: Fakes, servicer: type[Any], streaming: set[str], uploads: set[s
     return type(f"Fake{servicer.__name__}", (servicer,), made)()
 
 
-class _FakeGate(intercept_service_pb2_grpc.InterceptServiceServicer):
-    def __init__(self, fakes: Fakes) -> None:
-        self._fakes = fakes
-
-    async def Intercept(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        self._fakes.metadata.append(dict(context.invocation_metadata()))
-        if not self._fakes.conversations:
-            self._fakes.faults.append("Intercept was called once too often")
-            await context.abort(grpc.StatusCode.INTERNAL, "not expected")
-        conversation = self._fakes.conversations.popleft()
-        try:
-            await conversation(Gate(request_iterator, context))
-        except AssertionError as error:
-            self._fakes.faults.append(f"in a conversation: {error!r}")
-            raise
-
-
 @pytest.fixture
 async def fakes() -> AsyncIterator[Fakes]:
     """The script; checked for leftovers at the end."""
@@ -225,7 +225,7 @@ async def address(fakes: Fakes) -> AsyncIterator[str]:
     for module, name in add:
         servicer = _fake(fakes, getattr(module, f"{name}Servicer"), streaming, uploads)
         getattr(module, f"add_{name}Servicer_to_server")(servicer, server)
-    intercept_service_pb2_grpc.add_InterceptServiceServicer_to_server(_FakeGate(fakes), server)
+    intercept_service_pb2_grpc.add_InterceptServiceServicer_to_server(_fake_gate(fakes), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}"

@@ -115,9 +115,10 @@ def test_too_many_calls_end_as_text(codec: Codec) -> None:
 
 def test_a_call_that_was_cut_off_is_text_and_the_one_before_it_a_call(codec: Codec) -> None:
     """R80: an unclosed call is flagged; what came whole stays."""
-    parsed = parse(codec, f'{GOOD}\n<tool_call>\n{{"name": "ba', finish_reason=FinishReason.LENGTH)
+    parsed = parse(codec, f'{GOOD}\n<tool_call>\n{{"name": "ba \n', finish_reason=FinishReason.LENGTH)
     assert len(parsed.message.tool_calls) == 1
-    assert parsed.malformed[0].reason == "UNCLOSED"
+    assert [(item.text, item.reason) for item in parsed.malformed] == [('<tool_call>\n{"name": "ba', "UNCLOSED")]
+    assert parsed.message.text == '<tool_call>\n{"name": "ba \n'
     assert parsed.finish_reason is FinishReason.LENGTH
 
 
@@ -161,6 +162,10 @@ def test_markup_is_found_by_text_where_the_vocabulary_has_no_token_for_it(files:
     _, parsed = parser.finish()
     call = ToolCallPart("c", "bash", '{"command":  "ls"}')
     assert parsed.message == Message.assistant("x <tool", call, reasoning="a < b <thin>")
+    spelled = [index for char in "<think>\n" for index in tiny.bytewise(char)]
+    opened = [*tiny.bytewise("<|im_end|>\n<|im_start|>assistant\n"), *spelled]
+    assert codec.parse(tiny.bytewise("so"), prompt_ids=opened).message == Message.assistant(reasoning="so")
+    assert codec.parse(tiny.bytewise("so"), prompt_ids=opened[:-9]).message == Message.assistant("so")
 
 
 def test_without_a_stop_token_or_reason_a_completion_was_cut_off(codec: Codec) -> None:

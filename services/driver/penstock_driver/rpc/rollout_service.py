@@ -7,7 +7,7 @@ import hashlib
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service_pb2_grpc
 from penstock.trajectory.v1 import trajectory_pb2
@@ -16,7 +16,6 @@ from penstock_driver.fleet import Fleet, new_id, new_records
 from penstock_driver.preflight import Preflight
 from penstock_driver.records import Filter, GroupRecord, Record
 from penstock_driver.registry import AgentRegistry
-from penstock_driver.rpc.gate import GrpcGate
 from penstock_driver.rpc.orders import as_applied, order_from_proto, preparation_key
 from penstock_driver.rpc.paging import page_size, page_token
 from penstock_driver.rpc.shown import fill_in, group_to_proto, rollout_to_proto
@@ -28,10 +27,20 @@ MAX_GROUP: Final = 256
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
 
+class Captures(Protocol):
+    """What the gate keeps of rollouts."""
+
+    def capture(self, rollout_id: str, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
+        """The trajectory in fragments; NotFound (ROLLOUT_UNKNOWN)."""
+
+    async def delete(self, rollout_id: str) -> None:
+        """Remove it; idempotent."""
+
+
 class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     """See rollout_service.proto."""
 
-    def __init__(self, fleet: Fleet, registry: AgentRegistry, preflight: Preflight, gate: GrpcGate) -> None:
+    def __init__(self, fleet: Fleet, registry: AgentRegistry, preflight: Preflight, gate: Captures) -> None:
         self._fleet = fleet
         self._records = fleet.records
         self._registry = registry

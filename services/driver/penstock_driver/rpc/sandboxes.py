@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import posixpath
+import secrets
 import tarfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Final
@@ -128,7 +129,7 @@ class GrpcSandboxes:
         spec = _sandbox_spec(terms)
         spec.lease.CopyFrom(seconds_to_duration(lease_s))
         spec.labels.update(labels)
-        request = sandbox_service_pb2.CreateSandboxRequest(spec=spec)
+        request = sandbox_service_pb2.CreateSandboxRequest(request_id=secrets.token_hex(16), spec=spec)
         with typed_errors():
             answer = await self._sandboxes.CreateSandbox(request, timeout=CALL_S)
         return _facts(answer.sandbox)

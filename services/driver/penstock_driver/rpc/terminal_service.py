@@ -18,12 +18,11 @@ class TerminalServicer(terminal_service_pb2_grpc.TerminalServiceServicer):
         """UNIMPLEMENTED."""
         raise _unsupported()
 
-    async def Step(  # noqa: N802
+    async def Step(  # type: ignore[override] # noqa: N802 - grpc.aio also takes a coroutine for a stream
         self, request_iterator: AsyncIterator[terminal_service_pb2.StepRequest], context: Any
-    ) -> AsyncIterator[terminal_service_pb2.StepResponse]:
+    ) -> None:
         """UNIMPLEMENTED."""
         raise _unsupported()
-        yield  # makes this the generator that a streaming method is
 
     async def CloseTerminal(  # noqa: N802
         self, request: terminal_service_pb2.CloseTerminalRequest, context: Any

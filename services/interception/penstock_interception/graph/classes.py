@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from penstock_interception.graph.fingerprint import digest
 from penstock_interception.graph.model import CallClass, CallHints, CallNode, PromptKey
 
-SIDE = frozenset({CallClass.TITLE, CallClass.PROBE})
+_MAIN_LINES = frozenset({CallClass.MAIN, CallClass.COMPACTION, CallClass.EDIT, CallClass.RETRY})
 
 
 class Lines:
@@ -36,7 +36,9 @@ class Lines:
         start = (node.key.system, node.key.first_user)
         self._longest[start] = max(self._longest.get(start, 0), node.key.messages)
         self._bare.add(node.key.bare)
-        if node.planned_class in (CallClass.MAIN, CallClass.COMPACTION, CallClass.EDIT, CallClass.RETRY):
+        main = self._main
+        side = main is not None and main.key.has_tools and not node.key.has_tools  # a title asked for at the same time
+        if node.planned_class in _MAIN_LINES and not side:
             self._main = node
 
     def classify_root(self, key: PromptKey, keys: Sequence[bytes], hints: CallHints) -> tuple[CallClass, str]:

@@ -36,8 +36,15 @@ def build(
     rollout_id: str, nodes: Sequence[CallNode], classes: Mapping[str, CallClass], policy: SamplePolicy
 ) -> tuple[Sample, ...]:
     """One sample per leaf that has tokens, in the order of classes and then of time."""
-    continued = {node.parent.call_id for node in nodes if node.parent is not None and node.continues_parent}
-    leaves = [node for node in nodes if node.call_id not in continued and node.sampled.token_ids is not None]
+    inner: set[str] = set()  # calls that a later one with tokens continues
+    leaves: list[CallNode] = []
+    for node in reversed(nodes):
+        if node.sampled.token_ids is not None and node.call_id not in inner:
+            leaves.append(node)
+        elif node.call_id not in inner:
+            continue
+        if node.parent is not None and node.continues_parent:
+            inner.add(node.parent.call_id)
     leaves.sort(key=lambda node: (_ORDER.index(classes[node.call_id]), node.index))
     owned: set[str] = set()
     made = [_sample(rollout_id, leaf, classes[leaf.call_id], policy, owned) for leaf in leaves]

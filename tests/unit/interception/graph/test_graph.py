@@ -305,6 +305,18 @@ def test_a_turn_that_came_without_tokens_breaks_exactness_and_says_so(codec: Cod
     assert int(only.loss_mask.sum()) == len(ANSWER) - len("<|im_end|>") + 1
 
 
+def test_turns_before_a_text_only_answer_are_still_trained(codec: Codec, sample: Sampler) -> None:
+    """R84: an answer without tokens takes nothing away from those before it."""
+    graph = TokenGraph("r", codec)
+    plan = graph.plan(START)
+    graph.commit("a", plan, sample(plan, ANSWER))
+    plan = graph.plan([*START, graph.calls["a"].sampled.message, MORE])
+    graph.commit("b", plan, Sampled(Message.assistant("ok"), FinishReason.STOP))
+    (only,) = graph.samples()
+    assert [turn.call_id for turn in only.turns] == ["a"]
+    assert int(only.loss_mask.sum()) == graph.calls["a"].sampled.count
+
+
 def test_a_long_history_that_was_edited_is_stored_once(codec: Codec, sample: Sampler) -> None:
     """R23, R85: a new root shares the tokens that it has in common with another line."""
     graph = TokenGraph("r", codec)

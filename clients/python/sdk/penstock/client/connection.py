@@ -6,12 +6,14 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
+from penstock.client.agents import AgentsClient
 from penstock.client.driver import Driver
 from penstock.client.endpoints import SERVICES, Endpoints, Target, Tls, resolve
 from penstock.client.errors import ConfigurationError
 from penstock.client.inference import InferenceClient
 from penstock.client.rollouts import GroupsClient, RolloutsClient
 from penstock.client.rpc import Service
+from penstock.client.sandboxes import SandboxesClient
 from penstock.client.sessions import InterceptSession, Selector
 
 
@@ -22,20 +24,28 @@ class Penstock:
     """Start, watch and collect rollouts."""
     groups: GroupsClient
     """The same for groups of rollouts whose rewards are compared."""
-    inference: InferenceClient
-    """Generate, score, push weights."""
+    sandboxes: SandboxesClient
+    """Sandboxes by themselves."""
+    agents: AgentsClient
+    """The registry of agents."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self.endpoints = endpoints
         self._stack = AsyncExitStack()
         self._services: dict[str, Service] = {}
+        self._inference: InferenceClient | None = None
 
     async def __aenter__(self) -> Self:
         for name in SERVICES:
+            if not self.endpoints.address(name):
+                continue
             service = Service(name, self.endpoints)
             self._stack.push_async_callback(service.close)
             self._services[name] = service
-        self.inference = InferenceClient(self._services["inference"])
+        if "inference" in self._services:
+            self._inference = InferenceClient(self._services["inference"])
+        self.sandboxes = SandboxesClient(self._services["sandbox"], self.endpoints)
+        self.agents = AgentsClient(self._services["driver"])
         driver = Driver(self._services["driver"], self._intercept)
         self.rollouts = RolloutsClient(driver)
         self.groups = GroupsClient(driver)
@@ -45,6 +55,20 @@ class Penstock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    @property
+    def inference(self) -> InferenceClient:
+        """Generate, score, push weights.
+
+        Raises:
+            ConfigurationError: `NO_INFERENCE`, the services that this connects to have no inference service.
+        """
+        if self._inference is None:
+            raise ConfigurationError(
+                "There is no inference service here: start one with `penstock up --model-dir DIR`",
+                reason="NO_INFERENCE",
+            )
+        return self._inference
 
     def intercept(
         self,

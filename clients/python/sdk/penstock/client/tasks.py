@@ -51,6 +51,7 @@ class Command:
             )
         if bool(self.argv) == (self.shell is not None):
             raise InvalidArgument("A command has either argv or shell", reason="COMMAND")
+        object.__setattr__(self, "argv", tuple(self.argv))
 
     def __str__(self) -> str:
         return self.shell if self.shell is not None else " ".join(self.argv)

@@ -1,41 +1,32 @@
-"""The engine's asyncio face: one thread runs the scheduler in a tight loop, the event loop hears of it once per step.
-
-The event loop hands work over as callables on a queue, which the thread runs between two steps; so the scheduler, the
-cache and the weights are only ever touched by the thread, without a lock. Everything that a step produced goes back in
-one wake-up of the event loop.
-"""
+"""The numpy engine as the service drives it: requests checked, pauses, weight updates. `worker` has the thread."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import secrets
-import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Sequence_
 from contextlib import aclosing
-from queue import Empty, SimpleQueue
-from typing import Self, TypeVar
+from pathlib import Path
+from typing import Self
 
 import numpy as np
-from threadpoolctl import threadpool_limits
+from tokenizers import Tokenizer
 
 from penstock_chassis.errors import (
     Aborted,
     AlreadyExists,
     FailedPrecondition,
-    Internal,
-    PenstockError,
     ResourceExhausted,
     Unavailable,
     Violation,
 )
+from penstock_codec.decoding import Detokenizer
 from penstock_inference.engines.base import (
     SAMPLING_FIELDS,
     Capabilities,
-    Delta,
     Done,
     EngineInfo,
     EngineOptions,
@@ -48,19 +39,19 @@ from penstock_inference.engines.base import (
     Scores,
     Tensors,
     TokenIds,
-    TopLogprobs,
     UpdateFormat,
     UpdatePhases,
 )
 from penstock_inference.engines.checks import MAX_SEED, check_prompt, check_sampling, raise_violations
 from penstock_inference.engines.numpy.decoder import KVCache
 from penstock_inference.engines.numpy.model import ModelConfig, Weights
-from penstock_inference.engines.numpy.scheduler import Event, Scheduler, Sequence
+from penstock_inference.engines.numpy.scheduler import Scheduler
+from penstock_inference.engines.numpy.sequence import Sequence
+from penstock_inference.engines.numpy.worker import Worker
+from penstock_inference.engines.stops import StopTexts
 
 DEFAULT_CONTEXT_TOKENS = 4096
 
-_Result = TypeVar("_Result")
-_log = logging.getLogger(__name__)
 
 _CAPABILITIES = Capabilities(
     version_spans=True,
@@ -89,8 +80,10 @@ class NumpyEngine:
     and `start`. All methods belong to the event loop that called `start`.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, options: EngineOptions) -> None:
-        """Raises FailedPrecondition for a model or a cache that is too large."""
+    def __init__(
+        self, config: ModelConfig, weights: Weights, options: EngineOptions, tokenizer: Tokenizer | None = None
+    ) -> None:
+        """Without a tokenizer, stop texts are refused. Raises FailedPrecondition for what is too large."""
         config.check_size()
         if options.extra:
             raise_violations([Violation(f"engine_options.{name}", "not an option of numpy") for name in options.extra])
@@ -107,15 +100,11 @@ class NumpyEngine:
                 reason="KV_CACHE_TOO_SMALL",
             )
         self._scheduler = Scheduler(config, weights, self._slots, self._max_context)
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._streams: dict[Sequence, asyncio.Queue[Event]] = {}
+        self._worker = Worker(self._scheduler)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._known_ids = 0 if tokenizer is None else tokenizer.get_vocab_size()
         self._request_ids: set[str] = set()
-        self._drained: list[asyncio.Future[None]] = []
         self._update: _Update | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._stopping = False
-        self._dead: PenstockError | None = None
 
     @classmethod
     async def open(cls, options: EngineOptions) -> NumpyEngine:
@@ -124,7 +113,8 @@ class NumpyEngine:
         def build() -> NumpyEngine:
             config = ModelConfig.from_directory(options.model_dir)
             config.check_size()
-            return cls(config, Weights.from_directory(config, options.model_dir), options)
+            tokenizer = _tokenizer(options.model_dir / "tokenizer.json")
+            return cls(config, Weights.from_directory(config, options.model_dir), options, tokenizer)
 
         engine = await asyncio.to_thread(build)
         engine.start()
@@ -132,9 +122,7 @@ class NumpyEngine:
 
     def start(self) -> None:
         """Start the thread that computes; call it once, on the event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="penstock-numpy-engine", daemon=True)
-        self._thread.start()
+        self._worker.start()
 
     async def __aenter__(self) -> Self:
         return self
@@ -153,7 +141,7 @@ class NumpyEngine:
             max_context_tokens=self._max_context,
             max_concurrency=self._slots,
             stop_token_ids=self._config.stop_token_ids,
-            sampling_fields=SAMPLING_FIELDS,
+            sampling_fields=tuple(f for f in SAMPLING_FIELDS if f != "stop" or self._detokenizer is not None),
             dtype="float32",
             parameter_count=self._config.parameter_count,
             logprobs_mode=LogprobsMode.PROCESSED,
@@ -172,11 +160,17 @@ class NumpyEngine:
         self._check(request)
         seed = request.sampling.seed
         sequence = Sequence(request, secrets.randbelow(MAX_SEED + 1) if seed is None else seed)
+        if request.sampling.stop and self._detokenizer is not None:
+            sequence.stop_texts = StopTexts(self._detokenizer, request.sampling.stop, self._known_ids)
         if request.request_id in self._request_ids:
             raise AlreadyExists(f"request {request.request_id} is in flight", reason="REQUEST_IN_FLIGHT")
+        if self._worker.in_flight >= self._slots + self._max_waiting:
+            raise ResourceExhausted(
+                f"{self._slots} requests run and {self._max_waiting} wait", reason="QUEUE_FULL", retry_after_s=1.0
+            )
         self._request_ids.add(request.request_id)
         try:
-            async with aclosing(self._follow(sequence)) as events:
+            async with aclosing(self._worker.follow(sequence)) as events:
                 async for event in events:
                     assert not isinstance(event, Scores)
                     yield event
@@ -193,7 +187,7 @@ class NumpyEngine:
         if token_ids.size < 2:
             violations.append(Violation("token_ids", "must hold at least two tokens: the first has no logprob"))
         raise_violations(violations)
-        async with aclosing(self._follow(Sequence(request, seed=0, score_temperature=temperature))) as events:
+        async with aclosing(self._worker.follow(Sequence(request, seed=0, score_temperature=temperature))) as events:
             async for event in events:
                 if isinstance(event, Scores):
                     return event
@@ -209,37 +203,37 @@ class NumpyEngine:
             request = sequence.request
             return everything or request.request_id in ids or (bool(session_id) and request.session_id == session_id)
 
-        return await self._between_steps(lambda: self._abort(chosen))
+        def abort() -> int:
+            events = self._scheduler.abort(chosen)
+            self._worker.deliver(events)
+            return sum(isinstance(event, Done) for _, event in events)
+
+        return await self._worker.between_steps(abort)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling; returns once it has stopped."""
-        assert self._loop is not None
-        drained = self._loop.create_future()
 
-        def apply() -> None:
+        def stop() -> None:
             self._scheduler.admitting = False
-            if mode is PauseMode.KEEP:
+            if mode is not PauseMode.WAIT:
                 self._scheduler.frozen = True
-            elif mode is PauseMode.ABORT:
-                self._scheduler.frozen = True
-                self._abort(lambda _: True)
-            if mode is PauseMode.WAIT and self._scheduler.running and not self._scheduler.frozen:
-                self._drained.append(drained)
-            else:
-                self._wake(_settle, drained, None)
+                self._worker.release()
+            if mode is PauseMode.ABORT:
+                self._worker.deliver(self._scheduler.abort(lambda _: True))
 
-        await self._between_steps(apply)
-        await drained
+        await self._worker.between_steps(stop)
+        if mode is PauseMode.WAIT:
+            await self._worker.idle()
 
     async def resume(self) -> None:
         """Go on after a pause."""
 
-        def apply() -> None:
+        def go_on() -> None:
             self._scheduler.admitting = True
             self._scheduler.frozen = False
-            self._report_drained()
+            self._worker.release()
 
-        await self._between_steps(apply)
+        await self._worker.between_steps(go_on)
 
     async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
         """Open the one update that may be open."""
@@ -284,7 +278,9 @@ class NumpyEngine:
         if mode is not PauseMode.KEEP and not was_paused:
             await self.pause(mode)
         try:
-            await self._between_steps(lambda: self._scheduler.replace_weights(weights, update.version, update.label))
+            await self._worker.between_steps(
+                lambda: self._worker.deliver(self._scheduler.replace_weights(weights, update.version, update.label))
+            )
         finally:
             if mode is not PauseMode.KEEP and not was_paused:
                 await self.resume()
@@ -296,11 +292,7 @@ class NumpyEngine:
 
     async def aclose(self) -> None:
         """End everything in flight and the thread. Idempotent."""
-        if self._thread is None or self._stopping:
-            return
-        self._stopping = True
-        self._inbox.put(lambda: None)
-        await asyncio.to_thread(self._thread.join)
+        await self._worker.aclose()
 
     def _open_update(self) -> _Update:
         if self._update is None:
@@ -312,6 +304,8 @@ class NumpyEngine:
         violations += check_prompt(
             request.prompt_token_ids, request.sampling.max_tokens, self._config.vocab_size, self._max_context
         )
+        if request.sampling.stop and self._detokenizer is None:
+            violations.append(Violation("sampling.stop", "needs a tokenizer, which the model directory does not have"))
         if not request.request_id:
             violations.append(Violation("request_id", "must not be empty"))
         if request.exact_policy_version is not None and request.min_policy_version is not None:
@@ -322,171 +316,11 @@ class NumpyEngine:
                 violations.append(Violation("sampling.min_tokens", "every token of the vocabulary is a stop token"))
         raise_violations(violations)
 
-    async def _follow(self, sequence: Sequence) -> AsyncGenerator[GenerateEvent | Scores, None]:
-        """Submit, yield until the end, abort when left early."""
-        self._check_alive()
-        if len(self._streams) >= self._slots + self._max_waiting:
-            raise ResourceExhausted(
-                f"{self._slots} requests run and {self._max_waiting} wait", reason="QUEUE_FULL", retry_after_s=1.0
-            )
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        self._streams[sequence] = events
-        self._inbox.put(lambda: self._scheduler.submit(sequence))
-        try:
-            while True:
-                for event in _merged(await events.get(), events):
-                    if isinstance(event, PenstockError):
-                        raise event
-                    yield event
-                    if isinstance(event, Done | Scores):
-                        return
-        finally:
-            if self._streams.pop(sequence, None) is not None and not self._stopping:
-                self._inbox.put(lambda: self._forget(sequence))
 
-    def _check_alive(self) -> None:
-        if self._dead is not None:
-            raise self._dead
-        if self._thread is None or self._stopping:
-            raise Unavailable("the engine is closed", reason="ENGINE_CLOSED")
-
-    async def _between_steps(self, act: Callable[[], _Result]) -> _Result:
-        """Run `act` on the engine's thread and return its result."""
-        self._check_alive()
-        assert self._loop is not None
-        future: asyncio.Future[_Result] = self._loop.create_future()
-
-        def run() -> None:
-            try:
-                result = act()
-            except Exception as error:  # noqa: BLE001 - the caller's, not the thread's
-                self._wake(_settle, future, None, error)
-            else:
-                self._wake(_settle, future, result)
-
-        self._inbox.put(run)
-        return await future
-
-    # From here on: the engine's thread.
-
-    def _run(self) -> None:
-        try:
-            # More threads make products of this size slower, and a second core is somebody else's.
-            with threadpool_limits(limits=1, user_api="blas"):
-                while not self._stopping:
-                    self._take_in()
-                    if self._scheduler.has_work:
-                        self._deliver(self._scheduler.step())
-                        if self._drained and not self._scheduler.running:
-                            self._report_drained()
-            self._abort(lambda _: True)
-            self._end(Unavailable("the engine was closed", reason="ENGINE_CLOSED"))
-        except Exception:  # noqa: BLE001 - whatever it is, nobody may wait for ever
-            _log.exception("the engine's thread died")
-            self._end(Internal("the engine failed; restart the inference service", reason="ENGINE_FAILED"))
-
-    def _take_in(self) -> None:
-        """Run what the event loop handed over; wait for it when there is nothing to compute."""
-        try:
-            if not self._scheduler.has_work:
-                self._inbox.get()()
-            while True:
-                self._inbox.get_nowait()()
-        except Empty:
-            return
-
-    def _abort(self, chosen: Callable[[Sequence], bool]) -> int:
-        events = self._scheduler.abort(chosen)
-        self._deliver(events)
-        return len(events)
-
-    def _forget(self, sequence: Sequence) -> None:
-        """Nobody listens any more: free what it holds, if it is not over already."""
-        self._scheduler.abort(lambda s: s is sequence)
-        if self._drained and not self._scheduler.running:
-            self._report_drained()
-
-    def _report_drained(self) -> None:
-        waiting, self._drained = self._drained, []
-        for future in waiting:
-            self._wake(_settle, future, None)
-
-    def _end(self, error: PenstockError) -> None:
-        def end() -> None:
-            self._dead = error
-            for events in self._streams.values():
-                events.put_nowait(error)
-
-        self._wake(end)
-        self._report_drained()
-        # What was handed over and not taken would wait for ever.
-        while True:
-            try:
-                self._inbox.get_nowait()()
-            except Empty:
-                return
-
-    def _deliver(self, events: Iterable[tuple[Sequence, Event]]) -> None:
-        batch = list(events)
-        if batch:
-            self._wake(self._dispatch, batch)
-
-    def _dispatch(self, batch: list[tuple[Sequence, Event]]) -> None:
-        for sequence, event in batch:
-            stream = self._streams.get(sequence)
-            if stream is not None:
-                stream.put_nowait(event)
-
-    def _wake(self, callback: Callable[..., None], *args: object) -> None:
-        assert self._loop is not None
-        try:
-            self._loop.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            # The loop is closed: the process is going down and nobody is left to hear it.
-            _log.debug("event loop closed before the engine")
-
-
-def _merged(first: Event, events: asyncio.Queue[Event]) -> list[Event]:
-    """What is queued by now, runs of deltas as one: a slow reader gets fewer and larger messages, nobody waits."""
-    merged: list[Event] = []
-    run: list[Delta] = []
-
-    def flush() -> None:
-        if len(run) == 1:
-            merged.append(run[0])
-        elif run:
-            tops = [delta.top for delta in run if delta.top is not None]
-            merged.append(
-                Delta(
-                    np.concatenate([delta.token_ids for delta in run]),
-                    np.concatenate([delta.logprobs for delta in run]),
-                    run[0].policy_version,
-                    TopLogprobs(
-                        np.concatenate([top.token_ids for top in tops]), np.concatenate([top.logprobs for top in tops])
-                    )
-                    if tops
-                    else None,
-                )
-            )
-        run.clear()
-
-    event = first
-    while True:
-        if not isinstance(event, Delta) or (run and run[0].policy_version != event.policy_version):
-            flush()
-        if isinstance(event, Delta):
-            run.append(event)
-        else:
-            merged.append(event)
-        if events.empty():
-            flush()
-            return merged
-        event = events.get_nowait()
-
-
-def _settle(future: asyncio.Future[_Result], result: _Result, error: Exception | None = None) -> None:
-    if not future.done():
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+def _tokenizer(path: Path) -> Tokenizer | None:
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the binding raises bare Exception for any malformed file
+        raise FailedPrecondition(f"{path.name} cannot be loaded: {error}", reason="MODEL_UNREADABLE") from error

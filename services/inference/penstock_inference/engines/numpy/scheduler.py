@@ -11,79 +11,38 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
 from penstock_inference.engines.base import (
-    Delta,
     Done,
     EngineStats,
     FinishReason,
-    GenerateEvent,
     GenerateRequest,
-    Logprobs,
     Scores,
     Started,
     Timings,
-    TokenIds,
-    TopLogprobs,
-    VersionSpan,
 )
 from penstock_inference.engines.numpy.decoder import Chunk, Decoder, KVCache
 from penstock_inference.engines.numpy.model import Array, ModelConfig, Weights
 from penstock_inference.engines.numpy.sampling import Distribution, Uniforms, apply_penalties, drop_unlikely
+from penstock_inference.engines.numpy.sequence import Event, Sequence
 from penstock_inference.engines.numpy.slots import Slots
 
 PREFILL_TOKENS_PER_STEP = 512
 """Prompt tokens that one step computes at most, so that decoding sequences wait for a bounded time."""
 
+PREFILL_SCORES_PER_STEP = 4 << 20
+"""Attention scores (tokens x heads x context) of one sequence's prompt in one step at most: 16 MiB, and some 0.1 s."""
+
+_LEAST_PREFILL = 16
+
+DELTA_INTERVAL_S = 0.05
+"""A streaming request hears of its tokens at most this often: a message for each would cost more than the token."""
+
 _REMEMBERED_VERSIONS = 16
 _LANES = 16
-
-Event = GenerateEvent | Scores | PenstockError
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One request on its way: its prompt, what it sampled, and where it stands."""
-
-    request: GenerateRequest
-    seed: int
-    score_temperature: float | None = None
-    """Set for a scoring request: logprobs of the prompt are wanted, nothing is sampled."""
-    queued_at: float = field(default_factory=time.monotonic)
-    admitted_at: float = 0.0
-    first_token_at: float = 0.0
-    slot: int = -1
-    cached: int = 0
-    uniforms: Uniforms | None = None
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    version_starts: list[tuple[int, int]] = field(default_factory=list)
-    """(policy version, index of the first token that it sampled), one for each change."""
-    top: list[tuple[TokenIds, Logprobs]] = field(default_factory=list)
-    scores: list[Logprobs] = field(default_factory=list)
-    stop_ids: frozenset[int] = frozenset()
-
-    @property
-    def prompt(self) -> TokenIds:
-        """The prompt's token ids."""
-        return self.request.prompt_token_ids
-
-    def record(self, token: int, logprob: float, version: int) -> None:
-        """Append one sampled token."""
-        if not self.version_starts or self.version_starts[-1][0] != version:
-            self.version_starts.append((version, len(self.token_ids)))
-        self.token_ids.append(token)
-        self.logprobs.append(logprob)
-
-    def spans(self) -> tuple[VersionSpan, ...]:
-        """Which version sampled which tokens."""
-        starts = self.version_starts
-        ends = [start for _, start in starts[1:]] + [len(self.token_ids)]
-        return tuple(VersionSpan(version, start, ends[n]) for n, (version, start) in enumerate(starts))
 
 
 class Scheduler:
@@ -131,9 +90,11 @@ class Scheduler:
             sequence.stop_ids |= frozenset(self._config.stop_token_ids)
         self._queue(sequence)
 
-    def replace_weights(self, weights: Weights, version: int, label: str) -> None:
+    def replace_weights(self, weights: Weights, version: int, label: str) -> list[tuple[Sequence, Event]]:
         """Swap the policy. Sequences that sampled something go on with the keys and values that they have; prompts
         under way are computed again, so that only a completion that spans the swap is of mixed origin."""
+        now = time.monotonic()
+        told: list[tuple[Sequence, Event]] = [(s, s.delta(now)) for s in self._running.values() if s.untold]
         self.weights, self.version, self.label = weights, version, label
         self._slots.weights_changed()
         for slot, sequence in self._running.items():
@@ -144,6 +105,7 @@ class Scheduler:
         early, self._early = self._early, []
         for sequence in early:
             self._queue(sequence)
+        return told
 
     def abort(self, chosen: Callable[[Sequence], bool]) -> list[tuple[Sequence, Event]]:
         """End every sequence for which `chosen` holds, queued or running."""
@@ -153,7 +115,7 @@ class Scheduler:
         self._counts["aborted"] += len(ended)
         for sequence in ended:
             self._let_go(sequence)
-        return [(s, self._done(s, FinishReason.ABORT, None)) for s in ended]
+        return [event for s in ended for event in self._end(s, FinishReason.ABORT)]
 
     def stats(self) -> EngineStats:
         """Counters and gauges."""
@@ -237,7 +199,9 @@ class Scheduler:
             )
             (decoding if last else prefilling).append(sequence)
         for sequence in sorted(prefilling, key=lambda s: s.admitted_at):
-            tokens = min(budget, sequence.prompt.size - int(self._slots.written[sequence.slot]))
+            start = int(self._slots.written[sequence.slot])
+            most = max(_LEAST_PREFILL, PREFILL_SCORES_PER_STEP // (self._config.heads * (start + budget + 1)))
+            tokens = min(budget, most, sequence.prompt.size - start)
             if tokens:
                 chunks.append((sequence, tokens))
                 budget -= tokens
@@ -298,6 +262,7 @@ class Scheduler:
             tokens[n] = distribution.likeliest(n)
         chosen, valid = distribution.logprobs(tokens).tolist(), distribution.valid.tolist()
         self._counts["sampled_tokens"] += len(ready)
+        now = time.monotonic()
         for n, token in enumerate(tokens.tolist()):
             if not valid[n]:
                 self._fail(ready[n], events)
@@ -305,34 +270,43 @@ class Scheduler:
             top = ready[n].request.sampling.top_logprobs
             if top:
                 ready[n].top.append(distribution.top(n, top))
-            self._take(ready[n], token, chosen[n], events)
+            self._take(ready[n], token, chosen[n], now, events)
         counted = self._tokens_by_version
         counted[self.version] = counted.get(self.version, 0) + len(ready)
         if len(counted) > _REMEMBERED_VERSIONS:
             del counted[min(counted)]
 
-    def _take(self, sequence: Sequence, token: int, logprob: float, events: list[tuple[Sequence, Event]]) -> None:
+    def _take(
+        self, sequence: Sequence, token: int, logprob: float, now: float, events: list[tuple[Sequence, Event]]
+    ) -> None:
         """Append a sampled token, tell about it, and end the sequence if it was the last."""
-        request, sampling = sequence.request, sequence.request.sampling
         if not sequence.token_ids:
-            sequence.first_token_at = time.monotonic()
+            sequence.first_token_at = now
         sequence.record(token, logprob, self.version)
-        if request.stream:
-            ids, values = np.array([token], np.int32), np.array([logprob], np.float32)
-            events.append((sequence, Delta(ids, values, self.version, _stack_top(sequence.top[-1:]))))
+        if sequence.request.stream and now - sequence.told_at >= DELTA_INTERVAL_S:
+            events.append((sequence, sequence.delta(now)))
+        text = sequence.stop_texts.push(token) if sequence.stop_texts is not None else None
         if token in sequence.stop_ids:
-            self._finish(sequence, FinishReason.STOP, token, events)
-        elif len(sequence.token_ids) == sampling.max_tokens:
-            self._finish(sequence, FinishReason.LENGTH, None, events)
+            self._finish(sequence, FinishReason.STOP, events, stop_token_id=token)
+        elif text is not None and len(sequence.token_ids) >= sequence.request.sampling.min_tokens:
+            self._finish(sequence, FinishReason.STOP, events, stop_text=text)
+        elif len(sequence.token_ids) == sequence.request.sampling.max_tokens:
+            self._finish(sequence, FinishReason.LENGTH, events)
         else:
             self._slots.ids[sequence.slot, sequence.prompt.size + len(sequence.token_ids) - 1] = token
 
     def _finish(
-        self, sequence: Sequence, reason: FinishReason, stop: int | None, events: list[tuple[Sequence, Event]]
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        events: list[tuple[Sequence, Event]],
+        *,
+        stop_token_id: int | None = None,
+        stop_text: str | None = None,
     ) -> None:
         self._counts["finished"] += 1
         self._let_go(sequence)
-        events.append((sequence, self._done(sequence, reason, stop)))
+        events.extend(self._end(sequence, reason, stop_token_id, stop_text))
 
     def _score(self, sequence: Sequence, hidden: Array, events: list[tuple[Sequence, Event]]) -> None:
         """Logprobs of the tokens that follow each row of this piece of the prompt."""
@@ -375,11 +349,18 @@ class Scheduler:
             del self._running[sequence.slot]
             self._slots.release(sequence.slot)
 
-    def _done(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> Done:
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        stop_token_id: int | None = None,
+        stop_text: str | None = None,
+    ) -> list[tuple[Sequence, Event]]:
         now = time.monotonic()
+        rest: list[tuple[Sequence, Event]] = [(sequence, sequence.delta(now))] if sequence.untold else []
         admitted = sequence.admitted_at or now
         first = sequence.first_token_at or now
-        return Done(
+        done = Done(
             finish_reason=reason,
             token_ids=np.array(sequence.token_ids, np.int32),
             logprobs=np.array(sequence.logprobs, np.float32),
@@ -389,9 +370,7 @@ class Scheduler:
             cached_tokens=sequence.cached,
             timings=Timings(admitted - sequence.queued_at, first - admitted, now - first),
             seed=sequence.seed,
-            top=_stack_top(sequence.top),
+            top=sequence.all_top(),
+            stop_text=stop_text,
         )
-
-
-def _stack_top(top: list[tuple[TokenIds, Logprobs]]) -> TopLogprobs | None:
-    return TopLogprobs(np.stack([ids for ids, _ in top]), np.stack([values for _, values in top])) if top else None
+        return [*rest, (sequence, done)]

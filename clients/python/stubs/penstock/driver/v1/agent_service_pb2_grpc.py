@@ -28,7 +28,7 @@ if _version_not_supported:
 class AgentServiceStub(object):
     """The registry of agents.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
@@ -68,7 +68,7 @@ class AgentServiceStub(object):
 class AgentServiceServicer(object):
     """The registry of agents.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
@@ -150,7 +150,7 @@ def add_AgentServiceServicer_to_server(servicer, server):
 class AgentService(object):
     """The registry of agents.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 

@@ -28,7 +28,7 @@ if _version_not_supported:
 class RolloutServiceStub(object):
     """Rollouts and groups.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
@@ -123,7 +123,7 @@ class RolloutServiceStub(object):
 class RolloutServiceServicer(object):
     """Rollouts and groups.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
@@ -351,7 +351,7 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 class RolloutService(object):
     """Rollouts and groups.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 

@@ -29,7 +29,7 @@ GRPC_VERSION: str
 class RolloutServiceStub:
     """Rollouts and groups.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
@@ -102,7 +102,7 @@ class RolloutServiceStub:
 class RolloutServiceAsyncStub(RolloutServiceStub):
     """Rollouts and groups.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
@@ -171,7 +171,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Rollouts and groups.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 

@@ -28,7 +28,7 @@ if _version_not_supported:
 class InferenceServiceStub(object):
     """One engine with one model.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
     UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
     """
@@ -144,7 +144,7 @@ class InferenceServiceStub(object):
 class InferenceServiceServicer(object):
     """One engine with one model.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
     UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
     """
@@ -417,7 +417,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 class InferenceService(object):
     """One engine with one model.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
     UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
     """

@@ -29,7 +29,7 @@ GRPC_VERSION: str
 class InferenceServiceStub:
     """One engine with one model.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
     UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
     """
@@ -104,7 +104,7 @@ class InferenceServiceStub:
 class InferenceServiceAsyncStub(InferenceServiceStub):
     """One engine with one model.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
     UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
     """
@@ -175,7 +175,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """One engine with one model.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
     UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
     """

@@ -28,7 +28,7 @@ if _version_not_supported:
 class RolloutGateServiceStub(object):
     """Rollouts at the gate: for the driver, and for whoever brings an agent of his own.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
@@ -78,7 +78,7 @@ class RolloutGateServiceStub(object):
 class RolloutGateServiceServicer(object):
     """Rollouts at the gate: for the driver, and for whoever brings an agent of his own.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
@@ -191,7 +191,7 @@ def add_RolloutGateServiceServicer_to_server(servicer, server):
 class RolloutGateService(object):
     """Rollouts at the gate: for the driver, and for whoever brings an agent of his own.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 

@@ -28,7 +28,7 @@ if _version_not_supported:
 class SandboxServiceStub(object):
     """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
@@ -138,7 +138,7 @@ class SandboxServiceStub(object):
 class SandboxServiceServicer(object):
     """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
@@ -404,7 +404,7 @@ def add_SandboxServiceServicer_to_server(servicer, server):
 class SandboxService(object):
     """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
 
-    Errors common to all RPCs: UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), PERMISSION_DENIED (ROLE_INSUFFICIENT),
+    Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 

@@ -117,7 +117,7 @@ class ToolboxSpec(_message.Message):
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolboxFile]: ...
     @_builtins.property
     def path_directories(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Extra directories for PATH, relative to the toolbox; "bin" and "node_modules/.bin" are always there."""
+        """Directories for PATH, relative to the toolbox, before "bin" and "node_modules/.bin", which are always there."""
 
     def __init__(
         self,

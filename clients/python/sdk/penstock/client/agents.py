@@ -1,0 +1,119 @@
+"""The registry of agents: what can be run, and specs of your own."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from penstock.client import wire
+from penstock.client.agentfile import load_spec
+from penstock.client.rpc import Service
+from penstock.driver.v1 import agent_pb2, agent_service_pb2_grpc
+from penstock.driver.v1 import agent_service_pb2 as pb
+from penstock.trajectory.v1 import trajectory_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptionInfo:
+    """An option that a rollout may set; `type` is string, integer, number or boolean."""
+
+    name: str
+    type: str
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A registered agent. `spec` is the whole description, a proto."""
+
+    name: str
+    description: str
+    version: str
+    spec_sha256: str
+    built_in: bool
+    needs_root: bool
+    dialects: tuple[str, ...]
+    options: tuple[AgentOptionInfo, ...]
+    register_time: datetime | None
+    spec: agent_pb2.AgentSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFinding:
+    """A finding of `check`; `outcome` is progress, ok or failed."""
+
+    step: str
+    outcome: str
+    message: str
+
+
+class AgentsClient:
+    """`ps.agents`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._stub = agent_service_pb2_grpc.AgentServiceStub(service.channel)
+
+    async def list(self) -> AsyncGenerator[Agent, None]:
+        """All agents by name: what can be asked for."""
+        request = pb.ListAgentsRequest()
+        while True:
+            answer = await self._service.call(self._stub.ListAgents, request, repeatable=True)
+            for item in answer.agents:
+                yield _agent(item)
+            if not answer.next_page_token:
+                return
+            request.page_token = answer.next_page_token
+
+    async def get(self, name: str, *, spec_sha256: str = "") -> Agent:
+        """One agent; an older version of it by its digest. Raises NotFound `AGENT_UNKNOWN`."""
+        request = pb.GetAgentRequest(name=name, spec_sha256=spec_sha256)
+        answer = await self._service.call(self._stub.GetAgent, request, repeatable=True)
+        return _agent(answer.agent)
+
+    async def register(self, spec: agent_pb2.AgentSpec | str | Path) -> Agent:
+        """Adds an agent, or a new version of one of your own.
+
+        Args:
+            spec: a spec, or the path of its YAML file.
+
+        Raises:
+            InvalidArgument: the file or the spec does not hold; `violations` name the fields.
+            AlreadyExists: `AGENT_BUILT_IN`.
+        """
+        message = spec if isinstance(spec, agent_pb2.AgentSpec) else load_spec(Path(spec))
+        request = pb.RegisterAgentRequest(spec=message)
+        answer = await self._service.call(self._stub.RegisterAgent, request, repeatable=True)
+        return _agent(answer.agent)
+
+    async def delete(self, name: str) -> None:
+        """Removes an agent of your own. Idempotent."""
+        await self._service.call(self._stub.DeleteAgent, pb.DeleteAgentRequest(name=name), repeatable=True)
+
+    async def check(self, name: str, *, backend: str = "") -> AsyncGenerator[CheckFinding, None]:
+        """Tries an agent out: installs it, runs its check command in a sandbox, reports as it goes."""
+        request = pb.CheckAgentRequest(name=name, backend=backend)
+        async with aclosing(self._service.stream(self._stub.CheckAgent, request)) as findings:
+            async for item in findings:
+                outcome = wire.word(pb.CheckAgentResponse.Outcome, item.outcome, "OUTCOME_")
+                yield CheckFinding(item.step, outcome, item.message)
+
+
+def _agent(message: pb.Agent) -> Agent:
+    spec = message.spec
+    return Agent(
+        name=spec.name,
+        description=spec.description,
+        version=spec.version,
+        spec_sha256=message.spec_sha256,
+        built_in=message.built_in,
+        needs_root=spec.needs_root,
+        dialects=tuple(wire.word(trajectory_pb2.Dialect, item, "DIALECT_") for item in spec.dialects),
+        options=tuple(
+            AgentOptionInfo(item.name, wire.word(agent_pb2.AgentOption.Type, item.type, "TYPE_"), item.description)
+            for item in spec.options
+        ),
+        register_time=wire.time(message, "register_time"),
+        spec=spec,
+    )

@@ -1,0 +1,342 @@
+"""The four services as processes on this machine: for one person, a demo, a test.
+
+`LocalStack` starts what is installed (found, never imported), in the order inference, interception, sandbox, driver,
+and stops it in reverse. Each service gets its settings, tokens included, in a file of its own that only this user can
+read; nothing secret is in an argv or an environment. The services end when this process ends, however it ends.
+
+A service that dies ends the stack: the block that uses it is cancelled and `StackFailed` is raised with the end of the
+service's log. None is restarted.
+"""
+
+import asyncio
+import fcntl
+import importlib.util
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Self
+
+import orjson
+
+from penstock.client.endpoints import (
+    DEFAULT_INGRESS_PORT,
+    DEFAULT_PORTS,
+    Endpoints,
+    ServiceName,
+)
+from penstock.client.endpoints import (
+    state_dir as default_state_dir,
+)
+from penstock.client.errors import ConfigurationError, PenstockError
+
+START_TIMEOUT_S: Final = 120.0
+"""Seconds that a service may take until it is ready: an engine loads its weights."""
+
+DRAIN_S: Final = 5.0
+"""Seconds that a service gives to what is open when it is told to stop."""
+
+_STOP_S: Final = DRAIN_S + 10.0
+_TAIL_LINES: Final = 20
+
+FIXED_PORTS: Final[Mapping[str, int]] = MappingProxyType(
+    {**{str(name): port for name, port in DEFAULT_PORTS.items()}, "ingress": DEFAULT_INGRESS_PORT}
+)
+"""The default ports, for `LocalStack(ports=FIXED_PORTS)`; without it free ones are taken."""
+
+
+class StackFailed(PenstockError):
+    """A service could not be started, or died; the message ends with the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamEndpoint:
+    """An OpenAI-compatible endpoint that rollouts may name; the key is sent to this address only."""
+
+    base_url: str
+    api_key: str = field(default="", repr=False)
+
+
+@dataclass(slots=True)
+class _Process:
+    name: ServiceName
+    process: asyncio.subprocess.Process
+    log: Path
+    ready: asyncio.Future[dict[str, Any]]
+    reader: asyncio.Task[None] | None = None
+
+
+class LocalStack:
+    """`async with LocalStack(model_dir=...) as stack: async with connect(stack.endpoints) as ps: ...`
+
+    Args:
+        model_dir: the model to serve; None = no inference service.
+        engine: of the inference service: numpy, scripted, ...
+        engine_options: of the engine, for example `{"script": "turns.yaml"}`.
+        upstreams: endpoints that rollouts may name.
+        tokenizers: directories with a tokenizer that rollouts may name.
+        ports: by service, and `ingress`; absent = a free one.
+        state_dir: where the services keep their state; None = `$XDG_STATE_HOME/penstock`. One stack at a time.
+        log_dir: where their logs go; None = `logs` in the state directory.
+        settings: further settings by service, as in their own files.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_dir: Path | None = None,
+        engine: str = "numpy",
+        engine_options: Mapping[str, str] = MappingProxyType({}),
+        upstreams: Mapping[str, UpstreamEndpoint] = MappingProxyType({}),
+        tokenizers: Mapping[str, Path] = MappingProxyType({}),
+        ports: Mapping[str, int] = MappingProxyType({}),
+        state_dir: Path | None = None,
+        log_dir: Path | None = None,
+        settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    ) -> None:
+        self._model_dir = model_dir
+        self._engine = engine
+        self._engine_options = engine_options
+        self._upstreams = upstreams
+        self._tokenizers = tokenizers
+        self._ports = ports
+        self.state_dir = (state_dir or default_state_dir()).absolute()
+        self.log_dir = (log_dir or self.state_dir / "logs").absolute()
+        self._settings = settings
+        self.operator_token = secrets.token_hex(32)
+        """May call everything."""
+        self.trainer_token = secrets.token_hex(32)
+        """What a trainer in another process or language should be given."""
+        self.ingress_address = ""
+        """`host:port` of the agents' HTTP ingress, once it is ready."""
+        self._addresses: dict[ServiceName, str] = {}
+        self._processes: list[_Process] = []
+        self._private: Path | None = None
+        self._lock: int | None = None
+        self._owner: asyncio.Task[Any] | None = None
+        self._stopping = False
+        self._failure: StackFailed | None = None
+
+    @property
+    def services(self) -> Sequence[ServiceName]:
+        """What this stack starts, in order."""
+        first: tuple[ServiceName, ...] = () if self._model_dir is None else ("inference",)
+        return (*first, "interception", "sandbox", "driver")
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """For `connect`: the addresses as bound, with the operator's token."""
+        addresses: dict[ServiceName, str] = {"inference": "", **self._addresses}
+        return Endpoints(**addresses, token=self.operator_token, tls=None, origin="this process's own services")
+
+    def address(self, service: ServiceName) -> str:
+        """`host:port` of a service that was started. Raises KeyError otherwise."""
+        return self._addresses[service]
+
+    async def __aenter__(self) -> Self:
+        self._owner = asyncio.current_task()
+        try:
+            self._prepare()
+            for name in self.services:
+                await self._start(name)
+        except BaseException as error:
+            await self._stop()
+            if isinstance(error, asyncio.CancelledError) and self._failure is not None:
+                self._uncancel()
+                raise self._failure from None
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failure = self._failure
+        await self._stop()
+        if failure is not None:
+            if isinstance(error, asyncio.CancelledError):
+                self._uncancel()
+            raise failure from None
+
+    async def wait(self) -> None:
+        """Waits for ever; a service that dies cancels it, as it does everything inside the block."""
+        await asyncio.get_running_loop().create_future()
+
+    def _uncancel(self) -> None:
+        if self._owner is not None:
+            self._owner.uncancel()
+
+    def _prepare(self) -> None:
+        missing = [name for name in self.services if importlib.util.find_spec(f"penstock_{name}") is None]
+        if missing:
+            packages = " ".join(f"penstock-{name}" for name in missing)
+            raise ConfigurationError(
+                f"Not installed here: {', '.join(missing)}. Install with: pip install {packages}",
+                reason="SERVICE_NOT_INSTALLED",
+            )
+        self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = os.open(self.state_dir / "stack.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"Other services use {self.state_dir}: connect to them, stop them, or choose another state directory",
+                reason="STATE_DIR_IN_USE",
+            ) from None
+        self._private = Path(tempfile.mkdtemp(prefix="penstock-"))  # 0700
+
+    async def _start(self, name: ServiceName) -> None:
+        if self._private is None:
+            raise AssertionError("prepared before anything is started")
+        config = self._private / f"{name}.toml"
+        descriptor = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(f"[{name}]\n")
+            stream.writelines(f"{key} = {_toml(value)}\n" for key, value in self._table(name).items())
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+        environment["PENSTOCK_CONFIG"] = str(config)
+        log = self.log_dir / f"{name}.log"
+        with log.open("ab") as errors:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                f"penstock_{name}",
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                start_new_session=True,  # an interrupt at the terminal is ours: we stop them in order
+            )
+        item = _Process(name, process, log, asyncio.get_running_loop().create_future())
+        self._processes.append(item)
+        item.reader = asyncio.create_task(self._watch(item), name=f"penstock-stack-{name}")
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                ready = await item.ready
+        except TimeoutError:
+            raise StackFailed(
+                f"The {name} service was not ready in {START_TIMEOUT_S:.0f} s.{_tail(log)}", reason="SERVICE_SLOW"
+            ) from None
+        self._addresses[name] = ready["address"]
+        if name == "interception":
+            self.ingress_address = ready["endpoints"]["ingress"]
+
+    def _table(self, name: ServiceName) -> dict[str, Any]:
+        """A service's settings."""
+        table: dict[str, Any] = {
+            "port": self._ports.get(name, 0),
+            "operator_token": self.operator_token,
+            "trainer_token": self.trainer_token,
+            "state_dir": str(self.state_dir / name),
+            "drain_s": DRAIN_S,
+            "parent_pid": os.getpid(),
+        }
+        match name:
+            case "inference":
+                table["model_dir"] = str(self._model_dir)
+                table["engine"] = self._engine
+                table["engine_options"] = dict(self._engine_options)
+            case "interception":
+                table["ingress_port"] = self._ports.get("ingress", 0)
+                table["inference_address"] = self._addresses.get("inference", "")
+                if "inference" in self._addresses:
+                    table["inference_token"] = self.operator_token
+                table["upstreams"] = {
+                    key: {"base_url": item.base_url, **({"api_key": item.api_key} if item.api_key else {})}
+                    for key, item in self._upstreams.items()
+                }
+                table["tokenizers"] = {key: str(path) for key, path in self._tokenizers.items()}
+            case "sandbox":
+                table["allowed_upstreams"] = [self.ingress_address]
+            case "driver":
+                table["sandbox_address"] = self._addresses["sandbox"]
+                table["sandbox_token"] = self.operator_token
+                table["interception_address"] = self._addresses["interception"]
+                table["interception_token"] = self.operator_token
+        return table | dict(self._settings.get(name, {}))
+
+    async def _watch(self, item: _Process) -> None:
+        """Reads what a service says until it ends; an end that nobody asked for ends the stack."""
+        stdout = item.process.stdout
+        if stdout is None:
+            raise AssertionError("started with a pipe")
+        async for line in stdout:
+            with suppress(orjson.JSONDecodeError, TypeError):
+                said = orjson.loads(line)
+                if said.get("event") == "ready" and not item.ready.done():
+                    item.ready.set_result(said)
+        code = await item.process.wait()
+        if self._stopping or self._failure is not None:
+            return
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        failure = StackFailed(f"The {item.name} service {how}.{_tail(item.log)}", reason="SERVICE_DIED")
+        if not item.ready.done():
+            item.ready.set_exception(failure)
+            return
+        self._failure = failure
+        if self._owner is not None:
+            self._owner.cancel()
+
+    async def _stop(self) -> None:
+        self._stopping = True
+        try:
+            for item in reversed(self._processes):
+                await _end(item)
+        finally:
+            for item in self._processes:  # only what an interrupted stop left
+                if item.process.returncode is None:
+                    item.process.kill()
+            if self._private is not None:
+                shutil.rmtree(self._private, ignore_errors=True)
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+
+async def _end(item: _Process) -> None:
+    """Asks a service to stop, and makes it when it does not."""
+    if item.process.returncode is None:
+        with suppress(ProcessLookupError):
+            item.process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await item.process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                item.process.kill()
+            await item.process.wait()
+    if item.reader is not None:
+        await asyncio.wait([item.reader], timeout=1.0)
+        item.reader.cancel()
+    if item.ready.done() and not item.ready.cancelled():
+        item.ready.exception()  # its owner may have been cancelled before it could look
+
+
+def _tail(log: Path) -> str:
+    """The end of a log, for an error; empty when there is none."""
+    try:
+        lines = log.read_bytes()[-16_384:].decode("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    except OSError:
+        return ""
+    return f" Its log ({log}) ends with:\n" + "\n".join(f"    {line[:400]}" for line in lines) if lines else ""
+
+
+def _toml(value: Any) -> str:
+    """A value in TOML. JSON's strings are TOML's but for the one character that only TOML escapes."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,196 @@
+"""The thread that computes, and the way between it and the event loop.
+
+The event loop hands work over as callables on a queue, which the thread runs between two steps; so the scheduler, the
+cache and the weights are only ever touched by the thread, without a lock. Everything that a step produced goes back in
+one wake-up of the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from threadpoolctl import threadpool_limits
+
+from penstock_chassis.errors import Internal, PenstockError, Unavailable
+from penstock_inference.engines.base import Done, GenerateEvent, Scores
+from penstock_inference.engines.numpy.scheduler import Scheduler
+from penstock_inference.engines.numpy.sequence import Event, Sequence
+
+_Result = TypeVar("_Result")
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """Runs one scheduler. All public methods belong to the event loop that called `start`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._streams: dict[Sequence, asyncio.Queue[Event]] = {}
+        self._idle_waits: list[asyncio.Future[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._over: PenstockError | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that somebody follows."""
+        return len(self._streams)
+
+    def start(self) -> None:
+        """Start the thread; once, on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="penstock-numpy-engine", daemon=True)
+        self._thread.start()
+
+    async def aclose(self) -> None:
+        """Abort what is in flight and end the thread. Idempotent."""
+        if self._thread is None or self._stopping:
+            return
+        self._stopping = True
+        self._inbox.put(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def follow(self, sequence: Sequence) -> AsyncGenerator[GenerateEvent | Scores, None]:
+        """Submit, yield until the end, abort when left early."""
+        self._check_alive()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        self._streams[sequence] = events
+        self._inbox.put(lambda: self._scheduler.submit(sequence))
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, PenstockError):
+                    raise event
+                yield event
+                if isinstance(event, Done | Scores):
+                    return
+        finally:
+            del self._streams[sequence]
+            if not self._stopping:
+                self._inbox.put(lambda: self._forget(sequence))
+
+    async def between_steps(self, act: Callable[[], _Result]) -> _Result:
+        """Run `act` on the thread and return its result."""
+        self._check_alive()
+        assert self._loop is not None
+        future: asyncio.Future[_Result] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = act()
+            except Exception as error:  # noqa: BLE001 - the caller's, not the thread's
+                self._wake(_settle, future, None, error)
+            else:
+                self._wake(_settle, future, result)
+
+        self._inbox.put(run)
+        return await future
+
+    async def idle(self) -> None:
+        """Until nothing runs or something else lets the waiting go (`release`)."""
+        assert self._loop is not None
+        future: asyncio.Future[None] = self._loop.create_future()
+
+        def wait() -> None:
+            self._idle_waits.append(future)
+            self._tell_if_idle()
+
+        await self.between_steps(wait)
+        await future
+
+    # From here on: for the engine's thread only.
+
+    def deliver(self, events: list[tuple[Sequence, Event]]) -> None:
+        """Tell the event loop, in one wake-up."""
+        if events:
+            self._wake(self._dispatch, events)
+
+    def release(self) -> None:
+        """End all waits for idleness."""
+        waits, self._idle_waits = self._idle_waits, []
+        for future in waits:
+            self._wake(_settle, future, None)
+
+    def _run(self) -> None:
+        try:
+            # More threads make products of this size slower, and a second core is somebody else's.
+            with threadpool_limits(limits=1, user_api="blas"):
+                while not self._stopping:
+                    self._take_in()
+                    if self._scheduler.has_work:
+                        self.deliver(self._scheduler.step())
+                        self._tell_if_idle()
+            self.deliver(self._scheduler.abort(lambda _: True))
+            self._end(Unavailable("the engine was closed", reason="ENGINE_CLOSED"))
+        except Exception:  # noqa: BLE001 - whatever it is, nobody may wait for ever
+            _log.exception("the engine's thread died")
+            self._end(Internal("the engine failed; restart the inference service", reason="ENGINE_FAILED"))
+
+    def _take_in(self) -> None:
+        """Run what the event loop handed over; wait for it when there is nothing to compute."""
+        try:
+            if not self._scheduler.has_work:
+                self._inbox.get()()
+            while True:
+                self._inbox.get_nowait()()
+        except Empty:
+            return
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Nobody listens any more: free what it holds, if it is not over already."""
+        self._scheduler.abort(lambda s: s is sequence)
+        self._tell_if_idle()
+
+    def _tell_if_idle(self) -> None:
+        if self._idle_waits and not self._scheduler.running:
+            self.release()
+
+    def _end(self, error: PenstockError) -> None:
+        def end() -> None:
+            self._over = error
+            for events in self._streams.values():
+                events.put_nowait(error)
+
+        self._wake(end)
+        # What was handed over and not taken would be waited for in vain.
+        try:
+            while True:
+                self._inbox.get_nowait()()
+        except Empty:
+            self.release()
+
+    def _check_alive(self) -> None:
+        if self._over is not None:
+            raise self._over
+        if self._thread is None or self._stopping:
+            raise Unavailable("the engine is closed", reason="ENGINE_CLOSED")
+
+    def _dispatch(self, events: list[tuple[Sequence, Event]]) -> None:
+        for sequence, event in events:
+            stream = self._streams.get(sequence)
+            if stream is not None:
+                stream.put_nowait(event)
+
+    def _wake(self, callback: Callable[..., None], *args: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            # The loop is closed: the process is going down and nobody is left to hear it.
+            _log.debug("event loop closed before the engine")
+
+
+def _settle(future: asyncio.Future[_Result], result: _Result, error: Exception | None = None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

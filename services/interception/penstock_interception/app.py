@@ -1,0 +1,214 @@
+"""Wiring: the journal, the sources, the gate, the ingress and the servicers. The only module that knows them all."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from penstock_chassis.auth import Role
+from penstock_chassis.channel import connect
+from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.server import Service
+from penstock_chassis.tls import ClientTls
+from penstock_interception.calls import Call
+from penstock_interception.codecs import CodecCache
+from penstock_interception.dispatch import DispatchLimits
+from penstock_interception.gate import Gate, GateLimits
+from penstock_interception.ingress.app import Ingress, IngressLimits
+from penstock_interception.ingress.chat import ChatCompletions
+from penstock_interception.ingress.dialect import DialectCodec
+from penstock_interception.ingress.passthrough import Passthrough
+from penstock_interception.requests import ChatRequest
+from penstock_interception.rpc.frames import CallWriter
+from penstock_interception.rpc.gate_service import RolloutGateServicer, register_gate
+from penstock_interception.rpc.inference import InferenceSource
+from penstock_interception.rpc.intercept_service import InterceptServicer, register_intercept
+from penstock_interception.settings import InterceptionSettings
+from penstock_interception.sources.base import ModelSource
+from penstock_interception.sources.registry import Endpoint, Sources
+from penstock_interception.store import CallStore
+from penstock_interception.turns import Turns
+
+_log = structlog.get_logger(__name__)
+
+_GATE = "penstock.interception.v1.RolloutGateService"
+_INTERCEPT = "penstock.interception.v1.InterceptService"
+ROLES = {
+    _GATE: (Role.TRAINER,),
+    f"{_GATE}/GetRollout": (Role.TRAINER, Role.OBSERVER),
+    f"{_GATE}/ListRollouts": (Role.TRAINER, Role.OBSERVER),
+    f"{_GATE}/GetCapture": (Role.TRAINER, Role.OBSERVER),
+    f"{_GATE}/WatchCalls": (Role.TRAINER, Role.OBSERVER),
+    _INTERCEPT: (Role.TRAINER,),
+    f"{_INTERCEPT}/ListCalls": (Role.TRAINER, Role.OBSERVER),
+    f"{_INTERCEPT}/GetCall": (Role.TRAINER, Role.OBSERVER),
+}
+
+
+@asynccontextmanager
+async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
+    """Opens what the settings name, takes back what the journal has, and yields what to serve."""
+    async with AsyncExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(settings.codec_threads, thread_name_prefix="codec"))
+        store = await CallStore.open(settings.state_dir, sync=settings.journal_sync)
+        stack.push_async_callback(store.aclose)
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+        )
+        codecs = CodecCache(settings.state_dir / "tokenizers", pool)
+        sources = await _sources(settings, codecs, http, stack)
+        tasks = await stack.enter_async_context(_cancelled_at_exit())
+        turns = Turns(store, sources, tasks, pool, limits=_limits(settings))
+        dialects: tuple[DialectCodec, ...] = (ChatCompletions(),)
+        parse = partial(_parse, {dialect.dialect: dialect for dialect in dialects})
+        restored = await turns.restore(parse)
+        _log.info("restored", rollouts=restored)
+        tasks.create_task(_keep_time(turns.gate))
+        stopping = asyncio.Event()
+        ingress = Ingress(
+            turns,
+            dialects,
+            Passthrough(turns, sources, http),
+            IngressLimits(settings.max_body_bytes, settings.first_byte_s, settings.keep_alive_s),
+        )
+        address = await stack.enter_async_context(_listening(ingress.app(), settings))
+        intercept = InterceptServicer(turns, CallWriter(parse), stopping, heartbeat_s=settings.heartbeat_s)
+        gate = RolloutGateServicer(turns, dialects, lambda: address, stopping)
+        yield Service(
+            registrations=[
+                (gate, register_gate),
+                (intercept, register_intercept),
+            ],
+            roles=ROLES,
+            drain=partial(_drain, turns.gate, stopping),
+            endpoints={"ingress": address},
+        )
+
+
+async def _sources(
+    settings: InterceptionSettings, codecs: CodecCache, http: aiohttp.ClientSession, stack: AsyncExitStack
+) -> Sources:
+    inference: dict[str, Callable[[str], ModelSource]] = {}
+    if settings.inference_address:
+        token = settings.inference_token.get_secret_value() if settings.inference_token else None
+        channel = await stack.enter_async_context(connect(settings.inference_address, token))
+        inference["default"] = partial(InferenceSource, channel, codecs)
+    for name, endpoint in settings.inference.items():
+        tls = ClientTls(endpoint.tls_ca) if endpoint.tls_ca is not None else None
+        token = endpoint.token.get_secret_value() if endpoint.token else None
+        channel = await stack.enter_async_context(connect(endpoint.address, token, tls))
+        inference[name] = partial(InferenceSource, channel, codecs)
+    upstreams = {
+        name: Endpoint(upstream.base_url, upstream.api_key.get_secret_value() if upstream.api_key else None)
+        for name, upstream in settings.upstreams.items()
+    }
+    return Sources(
+        codecs,
+        http,
+        inference=inference,
+        upstreams=upstreams,
+        tokenizers=settings.tokenizers,
+        caller_endpoints=settings.caller_endpoints,
+    )
+
+
+def _limits(settings: InterceptionSettings) -> GateLimits:
+    return GateLimits(
+        max_rollouts=settings.max_rollouts,
+        max_open_calls_per_rollout=settings.max_open_calls,
+        rejoin_grace_s=settings.rejoin_grace_s,
+        retention_s=settings.retention_s,
+        dispatch=DispatchLimits(resume_window_s=settings.resume_window_s),
+    )
+
+
+def _parse(dialects: dict[str, DialectCodec], call: Call) -> ChatRequest:
+    return dialects[call.arrival.dialect].parse(call.arrival.body)
+
+
+@asynccontextmanager
+async def _cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group whose tasks end with the service."""
+    ending = False
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+            ending = True
+            raise _Ended
+    except* _Ended:
+        if not ending:
+            raise
+
+
+class _Ended(Exception):
+    """The service stops."""
+
+
+@asynccontextmanager
+async def _listening(app: web.Application, settings: InterceptionSettings) -> AsyncIterator[str]:
+    """Serves the ingress; yields its address as host:port."""
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=1.0,
+        keepalive_timeout=75.0,
+    )
+    await runner.setup()
+    try:
+        tls = None
+        if settings.ingress_tls_cert is not None:
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(settings.ingress_tls_cert, settings.ingress_tls_key)
+        site = web.TCPSite(
+            runner, settings.ingress_host, settings.ingress_port, backlog=4096, reuse_address=True, ssl_context=tls
+        )
+        try:
+            await site.start()
+        except OSError as error:
+            raise FailedPrecondition(
+                f"The ingress cannot listen on {settings.ingress_host}:{settings.ingress_port}: {error.strerror}."
+                " Stop the process that has it, or set ingress_port (0 takes a free one).",
+                reason="PORT_IN_USE",
+            ) from error
+        host, port = runner.addresses[0][:2]
+        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+async def _keep_time(gate: Gate) -> None:
+    """Does what is due."""
+    while True:
+        gate.sooner.clear()
+        due = gate.next_deadline()
+        wait = None if due is None else max(0.0, due - gate.clock.steady())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait):
+                await gate.sooner.wait()
+        await gate.tick()
+
+
+async def _drain(gate: Gate, stopping: asyncio.Event, grace_s: float) -> None:
+    """Takes nothing new, tells the trainers, waits for answers that are under way."""
+    gate.draining = True
+    stopping.set()
+    for session in gate.dispatcher.sessions():
+        session.wake()
+    gate.changes.wake()
+    waiting = [call.ended for call in gate.open_calls()]
+    if waiting:
+        await asyncio.wait(waiting, timeout=grace_s)

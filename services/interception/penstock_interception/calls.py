@@ -1,0 +1,309 @@
+"""Rollouts and calls at the gate, as plain data. Only `gate.py` changes their state.
+
+A call is QUEUED -> LEASED (to a trainer) or DISPATCHED (to the rollout's model source) -> DELIVERED | FAILED |
+CANCELLED | EXPIRED, and back from LEASED to QUEUED when the one who held it is gone. The last four are terminal;
+`Call.ended` is set exactly then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from penstock_codec.chat import Message, Sampling
+from penstock_interception.budgets import Budgets, Spent
+from penstock_interception.completions import Completion, Failure
+from penstock_interception.graph.model import CallClass, Plan
+
+if TYPE_CHECKING:
+    from penstock_interception.sessions import Lane, Session
+
+
+class Mode(StrEnum):
+    """Who answers an agent's calls, and what is captured."""
+
+    BLACK_BOX = "black_box"
+    TRANSPARENT_PROXY = "transparent_proxy"
+    INTERCEPTION_GATE = "interception_gate"
+
+
+class Dialect(StrEnum):
+    """The wire dialect of an agent's call."""
+
+    CHAT_COMPLETIONS = "chat_completions"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    GENERATE_CONTENT = "generate_content"
+
+
+class CallState(StrEnum):
+    """Where a call stands."""
+
+    QUEUED = "queued"
+    LEASED = "leased"
+    DISPATCHED = "dispatched"
+    DELIVERED = "delivered"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def terminal(self) -> bool:
+        """Whether it never changes again."""
+        return self not in (CallState.QUEUED, CallState.LEASED, CallState.DISPATCHED)
+
+
+class Answerer(StrEnum):
+    """Who answered a call."""
+
+    TRAINER = "trainer"
+    INFERENCE = "inference"
+    UPSTREAM = "upstream"
+
+
+class RolloutState(StrEnum):
+    """Whether a rollout's agent may call."""
+
+    OPEN = "open"
+    EXHAUSTED = "exhausted"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRef:
+    """An inference service that the operator configured; "" is the default one."""
+
+    name: str = ""
+    adapter: str = ""
+    kind: Literal["inference"] = "inference"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerRef:
+    """A tokenizer that the operator configured, without an engine: for trainers with their own."""
+
+    name: str
+    kind: Literal["tokenizer"] = "tokenizer"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedUpstream:
+    """An OpenAI-compatible endpoint that the operator configured, with the operator's key."""
+
+    name: str
+    model: str = ""
+    kind: Literal["upstream"] = "upstream"
+
+
+@dataclass(frozen=True, slots=True)
+class CallerUpstream:
+    """An endpoint of the caller's choice. Its key lives in memory only, outside this value (`Rollout.caller_key`)."""
+
+    base_url: str
+    model: str = ""
+    kind: Literal["caller"] = "caller"
+
+
+Source: TypeAlias = InferenceRef | TokenizerRef | NamedUpstream | CallerUpstream
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHints:
+    """How to recognise an agent's auxiliary calls and sessions, from its spec."""
+
+    title_system_prompts: tuple[str, ...] = ()
+    compaction_system_prompts: tuple[str, ...] = ()
+    session_headers: tuple[str, ...] = ()
+    volatile_line_patterns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyBounds:
+    """Which weights may answer: `min_version` or newer; at most `max_staleness` older than the newest announced."""
+
+    min_version: int | None = None
+    max_staleness: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Everything that OpenRollout said, the caller's key apart. Two equal openings are the same request."""
+
+    request_id: str
+    rollout_id: str
+    mode: Mode
+    source: Source = InferenceRef()
+    group_id: str | None = None
+    run_id: str | None = None
+    labels: tuple[tuple[str, str], ...] = ()
+    dialects: tuple[Dialect, ...] = ()
+    budgets: Budgets = Budgets()  # noqa: RUF009 - immutable
+    model_name: str = ""
+    hints: AgentHints = AgentHints()
+    policy: PolicyBounds = PolicyBounds()
+    task_id: str | None = None
+    group_index: int | None = None
+    sampling_override: Sampling = Sampling()  # noqa: RUF009 - immutable
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Where a call stands in its rollout's graph: kept when the plan with its tokens is not."""
+
+    count: int
+    shared_count: int
+    call_class: CallClass
+    branch_id: str
+    parent_call_id: str | None
+
+    @classmethod
+    def of(cls, plan: Plan) -> Prompt:
+        """The facts of a plan."""
+        return cls(
+            int(plan.prompt_ids.size), plan.shared_prefix_len, plan.call_class, plan.branch_id, plan.parent_call_id
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What the ingress knows of a call when it comes in."""
+
+    dialect: Dialect
+    body: bytes
+    body_sha256: bytes
+    retry_key: str
+    stream: bool
+    # As the agent asked, after the rollout's overrides.
+    sampling: Sampling
+    model_requested: str
+    tools_sha256: bytes = b""
+    normalisations: tuple[str, ...] = ()
+    agent_session: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What is known of the model that a rollout talks to. Kept with the rollout, so that a restart needs nobody."""
+
+    model: str = ""
+    tokenizer_sha256: str = ""
+    template_sha256: str = ""
+    parser: str = ""
+    vocabulary_size: int | None = None
+    max_context_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts over a rollout's calls."""
+
+    calls: int = 0
+    delivered: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def open(self) -> int:
+        """Calls that are not ended."""
+        return self.calls - self.delivered - self.failed - self.cancelled - self.expired
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """One rollout at the gate."""
+
+    opening: Opening
+    salt: str
+    token_digest: bytes
+    created: float
+    facts: ModelFacts = ModelFacts()
+    state: RolloutState = RolloutState.OPEN
+    closed: float | None = None
+    close_reason: str = ""
+    exhausted_budget: str = ""
+    totals: Totals = field(default_factory=Totals)
+    spent: Spent = field(default_factory=Spent)
+    calls: list[Call] = field(default_factory=list)
+    by_retry_key: dict[str, Call] = field(default_factory=dict)
+    queued: dict[str, Call] = field(default_factory=dict)
+    lanes: list[Lane] = field(default_factory=list)
+    # Sessions that hold this rollout's calls back; while there are any, nothing is leased or dispatched and time stands
+    # still.
+    holds: set[str] = field(default_factory=set)
+    held_since: float | None = None
+    paused_s: float = 0.0
+    caller_key: str | None = None
+
+    @property
+    def id(self) -> str:
+        """The client's identifier of the rollout."""
+        return self.opening.rollout_id
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """As a mapping."""
+        return dict(self.opening.labels)
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One model call. A waiting one holds no thread; its body is dropped from memory when it ends."""
+
+    id: str
+    rollout: Rollout
+    index: int
+    arrival: Arrival
+    received: float
+    expires: float
+    # What was asked for, bounded by the budgets and the context.
+    sampling: Sampling
+    ended: asyncio.Future[None]
+    state: CallState = CallState.QUEUED
+    prompt: Prompt | None = None
+    # The prompt itself; dropped when the call ends, since the graph has its tokens then.
+    plan: Plan | None = None
+    # The answer that came first, from the moment it was accepted, and the commit that makes it durable.
+    accepted_digest: bytes | None = None
+    committed: asyncio.Future[list[int]] | None = None
+    completion: Completion | None = None
+    failure: Failure | None = None
+    message: Message | None = None
+    injected: bool = False
+    answerer: Answerer | None = None
+    chain_index: int | None = None
+    end_reason: str = ""
+    chain_sha256: bytes = b""
+    leased_at: float | None = None
+    ended_at: float | None = None
+    leases: int = 0
+    lease_id: str = ""
+    lease_s: float | None = None
+    min_policy_version: int | None = None
+    holder: Session | None = None
+    # The rollout's model source answers it, not a trainer.
+    delegated: bool = False
+    attached: int = 0
+    http_attempts: int = 1
+    # Whether the answer's last byte was written to a connection that was still open.
+    told: bool = False
+    # Whether it is in the journal: from the end of its admission on.
+    journalled: bool = False
+    size: int = 0
+    # Runs while the service itself answers the call; cancelled when the call ends by other means.
+    work: asyncio.Task[None] | None = None
+
+    @property
+    def offered(self) -> bool:
+        """Whether its prompt is made, so that somebody can answer it."""
+        return self.plan is not None
+
+    @property
+    def claimed(self) -> bool:
+        """Whether an answer was accepted: nothing else can end it any more."""
+        return self.accepted_digest is not None

@@ -1,0 +1,141 @@
+"""A rollout's trajectory from its calls and its graph, graded with the reasons (R82-R88). Plain values; rpc/ writes it.
+
+Every call is in it, whatever became of it. The grade says how far the tokens may be trusted: EXACT when every call of
+the lines that are trained has exact tokens and logprobs, USABLE with reservations that findings name, UNUSABLE when
+there is nothing to train on, or what there is must not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock_interception.calls import Call, CallState, Mode, Rollout, RolloutState
+from penstock_interception.conversation import Conversation
+from penstock_interception.graph import Branch, CallClass, LogprobsMode, Sample
+
+_SIDE = frozenset({CallClass.TITLE, CallClass.PROBE, CallClass.RETRY})
+
+
+class CaptureLevel(StrEnum):
+    """How much of a call was captured."""
+
+    NONE = "none"
+    TEXT = "text"
+    TOKENS = "tokens"
+    TOKENS_AND_LOGPROBS = "tokens_and_logprobs"
+
+
+_LEVELS = list(CaptureLevel)
+
+
+class Grade(StrEnum):
+    """How far a trajectory may be trusted."""
+
+    EXACT = "exact"
+    USABLE = "usable"
+    UNUSABLE = "unusable"
+
+
+class Severity(StrEnum):
+    """How much a finding matters."""
+
+    INFO = "info"
+    WARNING = "warning"
+    FATAL = "fatal"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was found; `reason` is a stable UPPER_SNAKE name."""
+
+    severity: Severity
+    reason: str
+    message: str
+    call_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A rollout's trajectory so far. `grade` is None while the rollout is open."""
+
+    rollout: Rollout
+    calls: tuple[Call, ...]
+    classes: dict[str, CallClass]
+    branches: tuple[Branch, ...]
+    samples: tuple[Sample, ...]
+    level: CaptureLevel
+    grade: Grade | None
+    findings: tuple[Finding, ...]
+    chain_sha256: bytes
+
+
+def level_of(call: Call) -> CaptureLevel:
+    """How much of a call was captured."""
+    completion = call.completion
+    if completion is None:
+        return CaptureLevel.NONE
+    if completion.tokens is None:
+        return CaptureLevel.TEXT
+    return CaptureLevel.TOKENS if completion.tokens.logprobs is None else CaptureLevel.TOKENS_AND_LOGPROBS
+
+
+def capture(rollout: Rollout, conversation: Conversation, *, after_index: int | None = None) -> Capture:
+    """The trajectory, or only its calls after an index (then without samples)."""
+    graph = conversation.graph
+    calls = tuple(rollout.calls if after_index is None else rollout.calls[max(0, after_index + 1) :])
+    classes = graph.call_classes()
+    samples = graph.samples() if after_index is None else ()
+    findings = tuple(_findings(rollout, classes, samples))
+    answered = [call for call in rollout.calls if call.state is CallState.DELIVERED]
+    level = min((level_of(call) for call in answered), key=_LEVELS.index, default=CaptureLevel.NONE)
+    grade = _grade(findings) if rollout.state is RolloutState.CLOSED else None
+    return Capture(rollout, calls, classes, graph.branches(), samples, level, grade, findings, graph.chain_head)
+
+
+def _grade(findings: tuple[Finding, ...]) -> Grade:
+    if any(finding.severity is Severity.FATAL for finding in findings):
+        return Grade.UNUSABLE
+    if any(finding.severity is Severity.WARNING for finding in findings):
+        return Grade.USABLE
+    return Grade.EXACT
+
+
+def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sample, ...]) -> Iterator[Finding]:
+    if rollout.opening.mode is Mode.BLACK_BOX:
+        yield Finding(Severity.FATAL, "NOT_CAPTURED", "Nothing is captured in black box mode.")
+        return
+    trainable = False
+    for call in rollout.calls:
+        side = classes.get(call.id, CallClass.MAIN) in _SIDE
+        yield from _findings_of(call, side)
+        trainable = trainable or (not side and level_of(call) is CaptureLevel.TOKENS_AND_LOGPROBS)
+    if not trainable:
+        yield Finding(Severity.FATAL, "NOTHING_TO_TRAIN", "No call of the main lines has tokens with logprobs.")
+    if rollout.exhausted_budget:
+        yield Finding(Severity.WARNING, "BUDGET_EXHAUSTED", f"The budget {rollout.exhausted_budget} was used up.")
+    for sample in samples:
+        if sample.truncated:
+            text = f"The last turn of branch {sample.branch_id} was cut by a limit and is not trained."
+            yield Finding(Severity.WARNING, "TURN_TRUNCATED", text, sample.turns[-1].call_id if sample.turns else None)
+
+
+def _findings_of(call: Call, side: bool) -> Iterator[Finding]:
+    weight = Severity.INFO if side else Severity.WARNING
+    if call.state is not CallState.DELIVERED:
+        if call.state.terminal:
+            text = f"Call {call.index} ended without an answer."
+            yield Finding(Severity.INFO, f"CALL_{call.state.name}", text, call.id)
+        return
+    level, tokens = level_of(call), call.completion.tokens if call.completion is not None else None
+    if level is CaptureLevel.TEXT:
+        yield Finding(weight, "TOKENS_MISSING", f"Call {call.index} has no token ids.", call.id)
+    elif level is CaptureLevel.TOKENS:
+        yield Finding(weight, "LOGPROBS_MISSING", f"Call {call.index} has no logprobs.", call.id)
+    if tokens is not None and tokens.logprobs_mode is LogprobsMode.SCRIPTED:
+        yield Finding(Severity.FATAL, "LOGPROBS_SCRIPTED", "A test script wrote these logprobs.", call.id)
+    if tokens is not None and not tokens.versions:
+        yield Finding(Severity.INFO, "VERSIONS_MISSING", f"Call {call.index} names no policy version.", call.id)
+    if call.injected:
+        yield Finding(weight, "INJECTED", f"The trainer wrote what call {call.index} showed the agent.", call.id)

@@ -1,0 +1,149 @@
+"""One rollout's conversations: its token graph, with the codec that turns requests into prompts and answers into text.
+
+Planning is pure and may run in another thread; recording belongs to the event loop. Nothing sampled is ever tokenised
+again (R82): the graph finds the line that a request continues, and only what is new is tokenised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_codec import Codec
+from penstock_codec.chat import FinishReason, Message, Tool, ToolCallPart, Usage
+from penstock_interception.calls import Answerer, Call, Opening, Prompt
+from penstock_interception.completions import Completion, Tokens, violations_of
+from penstock_interception.gate import CompletionRefused, Recorded
+from penstock_interception.graph import CommitRecord, Plan, Sampled, TokenGraph
+from penstock_interception.requests import ChatRequest, blank_volatile, hints_for
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedAnswer:
+    """What the tokens of a completion say."""
+
+    message: Message
+    finish_reason: FinishReason
+
+
+class Conversation:
+    """The graph and codec of one rollout; `codec` None where its source has no tokenizer."""
+
+    def __init__(
+        self, opening: Opening, codec: Codec | None, *, vocab_size: int | None, records: Sequence[CommitRecord] = ()
+    ) -> None:
+        """Raises InvalidArgument VOLATILE_PATTERN_INVALID, DataLoss when the records are damaged."""
+        self._opening = opening
+        self._codec = codec
+        self._volatile = _compile(opening.hints.volatile_line_patterns)
+        self.graph = TokenGraph.restore(opening.rollout_id, codec, records, vocab_size=vocab_size)
+        # The tools that requests came with, by their digest.
+        self.tools: dict[bytes, tuple[Tool, ...]] = {}
+        self._longest_body = 0
+
+    def fresh_bytes(self, body_length: int) -> int:
+        """About how much of a body of this length is new, to judge what planning costs."""
+        return body_length - self._longest_body if body_length >= self._longest_body else body_length
+
+    def plan(self, request: ChatRequest, session: Sequence[tuple[str, str]], body_length: int) -> Plan:
+        """The prompt for a request. CPU work. Raises CodecError when the template cannot take it."""
+        messages = request.messages
+        if self._volatile:
+            messages, _ = blank_volatile(messages, self._volatile)
+        hints = hints_for(request, self._opening.hints, session)
+        plan = self.graph.plan(messages, request.tools, hints, template_kwargs=request.template_kwargs)
+        if request.tools:
+            self.tools.setdefault(request.tools_sha256, request.tools)
+        self._longest_body = max(self._longest_body, body_length)
+        return plan
+
+    def parse(self, plan: Plan, completion: Completion) -> ParsedAnswer | None:
+        """What the completion's tokens say; None without tokens or without a tokenizer. CPU work."""
+        if completion.tokens is None or self._codec is None:
+            return None
+        parsed = self._codec.parse(
+            completion.tokens.ids, prompt_ids=plan.prompt_ids[-64:], finish_reason=completion.finish_reason
+        )
+        return ParsedAnswer(parsed.message, parsed.finish_reason)
+
+    def record(self, call: Call, completion: Completion, parsed: ParsedAnswer | None, answerer: Answerer) -> Recorded:
+        """Adds an answer to the graph. Raises CompletionRefused with every rule that it breaks (R83)."""
+        plan = call.plan
+        found = violations_of(completion)
+        if found or plan is None or completion.finish_reason is None:
+            raise CompletionRefused(found)
+        finish = completion.finish_reason if parsed is None else parsed.finish_reason
+        message = completion.message or (parsed.message if parsed is not None else None)
+        if message is None:
+            raise CompletionRefused(["completion.message: needed, since the rollout's source has no tokenizer"])
+        if message.tool_calls and finish is FinishReason.STOP:
+            finish = FinishReason.TOOL_CALLS
+        injected = completion.message is not None and (
+            answerer is Answerer.TRAINER if parsed is None else not _same(completion.message, parsed.message)
+        )
+        # Tokens of a vocabulary that nobody knows here cannot be joined to a prompt: such an answer is kept as text.
+        tokens = completion.tokens if self._codec is not None else None
+        sampled = _sampled(completion, tokens, message, finish, injected)
+        try:
+            record = self.graph.commit(call.id, plan, sampled)
+        except InvalidArgument as error:
+            raise CompletionRefused(f"completion.{v.field}: {v.description}" for v in error.violations) from None
+        node = self.graph.calls[call.id]
+        prompt = Prompt(node.prompt_count, node.keep, node.planned_class, node.branch_id, plan.parent_call_id)
+        usage = completion.usage
+        if tokens is not None or usage is None:
+            count = completion.count
+            usage = replace(usage or Usage(0, 0), prompt_tokens=node.prompt_count, completion_tokens=count)
+        taken = replace(completion, tokens=tokens, finish_reason=finish, usage=usage)
+        return Recorded(
+            completion=taken,
+            message=message,
+            prompt=prompt,
+            injected=injected,
+            record=record.to_bytes(),
+            chain_sha256=record.chain,
+            chain_index=node.index,
+        )
+
+
+def _compile(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    compiled: list[re.Pattern[str]] = []
+    for index, pattern in enumerate(patterns):
+        try:
+            compiled.append(re.compile(pattern, re.MULTILINE))
+        except re.error as error:
+            raise InvalidArgument(
+                "A volatile line pattern is no regular expression.",
+                reason="VOLATILE_PATTERN_INVALID",
+                violations=[Violation(f"hints.volatile_line_patterns[{index}]", str(error))],
+            ) from error
+    return tuple(compiled)
+
+
+def _sampled(
+    completion: Completion, tokens: Tokens | None, message: Message, finish: FinishReason, injected: bool
+) -> Sampled:
+    return Sampled(
+        message=message,
+        finish_reason=finish,
+        token_ids=tokens.ids if tokens is not None else None,
+        logprobs=tokens.logprobs if tokens is not None else None,
+        logprobs_mode=tokens.logprobs_mode if tokens is not None else None,
+        versions=tokens.versions if tokens is not None else (),
+        sampling_used=completion.sampling_used,
+        engine=completion.engine,
+        engine_version=completion.engine_version,
+        injected=injected,
+    )
+
+
+def _same(given: Message, parsed: Message) -> bool:
+    """Whether two answers show the agent the same, the made-up ids of tool calls apart."""
+    return _without_ids(given) == _without_ids(parsed)
+
+
+def _without_ids(message: Message) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    calls = tuple((c.name, c.arguments_json) for c in message.parts if isinstance(c, ToolCallPart))
+    return message.text, message.reasoning, calls

@@ -1,0 +1,628 @@
+"""The gate: rollouts, their calls, and what may become of each.
+
+A call is admitted (index, budget, journal), gets its prompt, is offered to whoever answers, and ends exactly once.
+The first answer that holds its rules wins; it is on disk before anybody, agent or trainer, hears of it (decision 7).
+Between acceptance and commit a call is *claimed*: nothing else can end it any more.
+
+The gate knows no wire. Whoever knows tokens (`Recorder`) judges and records answers; `CallStore` makes them durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Protocol, cast
+
+import structlog
+
+from penstock_chassis.errors import AlreadyExists, NotFound, ResourceExhausted, Unavailable
+from penstock_codec.chat import Message, Sampling
+from penstock_interception.budgets import allowed_tokens, exhausted
+from penstock_interception.calls import (
+    Answerer,
+    Arrival,
+    Call,
+    CallState,
+    Mode,
+    ModelFacts,
+    Opening,
+    Prompt,
+    Rollout,
+    RolloutState,
+)
+from penstock_interception.changes import Changes
+from penstock_interception.clock import Clock
+from penstock_interception.completions import Completion, Failure
+from penstock_interception.deadlines import Deadlines
+from penstock_interception.dispatch import DeadlineKey, Dispatcher, DispatchLimits
+from penstock_interception.graph.model import Plan
+from penstock_interception.sessions import Selector, Session
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GateLimits:
+    """The operator's limits. Seconds and counts."""
+
+    max_rollouts: int = 10_000
+    max_open_calls_per_rollout: int = 64
+    rejoin_grace_s: float = 30.0
+    retention_s: float = 24 * 3600.0
+    dispatch: DispatchLimits = DispatchLimits()  # noqa: RUF009 - immutable
+
+
+class RejectionReason(StrEnum):
+    """Why a result is not taken."""
+
+    UNKNOWN_CALL = "unknown_call"
+    ALREADY_DELIVERED = "already_delivered"
+    CALL_ENDED = "call_ended"
+    NOT_LEASED = "not_leased"
+    INVALID = "invalid"
+    STALE_POLICY = "stale_policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A result that was not taken."""
+
+    call_id: str
+    reason: RejectionReason
+    message: str = ""
+    violations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A result that was taken. It counts once `committed` is done."""
+
+    call_id: str
+    committed: asyncio.Future[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What an accepted completion became: the message for the agent, and the record that rebuilds it after a crash."""
+
+    completion: Completion
+    message: Message
+    prompt: Prompt
+    injected: bool
+    record: bytes
+    chain_sha256: bytes
+    chain_index: int
+
+
+class CompletionRefused(Exception):
+    """A completion that breaks rules; `violations` says which."""
+
+    def __init__(self, violations: Iterable[str]) -> None:
+        super().__init__("the completion breaks a rule")
+        self.violations = tuple(violations)
+
+
+class Recorder(Protocol):
+    """Knows tokens, graphs and model sources."""
+
+    async def record(self, call: Call, completion: Completion, answerer: Answerer) -> Recorded:
+        """Checks a completion, adds it to the rollout's graph and parses it; raises CompletionRefused."""
+        ...
+
+    def forget(self, rollout: Rollout) -> None:
+        """The rollout is deleted."""
+        ...
+
+    def answer_by_source(self, call: Call) -> None:
+        """The rollout's model source shall answer this call, from now on and without waiting."""
+        ...
+
+
+class Store(Protocol):
+    """Durable state. Every method fixes its place in the order of writes before it returns."""
+
+    def token_of(self, rollout_id: str, salt: str) -> str: ...
+    def put_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]: ...
+    def update_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]: ...
+    def delete_rollout(self, rollout_id: str) -> asyncio.Future[list[int]]: ...
+    def put_call(self, call: Call) -> asyncio.Future[list[int]]: ...
+    def put_answer(self, call: Call, record: bytes) -> asyncio.Future[list[int]]: ...
+    def put_lease(self, call: Call) -> asyncio.Future[list[int]]: ...
+    def put_delegation(self, call: Call) -> asyncio.Future[list[int]]: ...
+    def end_call(self, call: Call) -> asyncio.Future[list[int]]: ...
+    def mark_told(self, call: Call) -> asyncio.Future[list[int]]: ...
+
+
+class Gate:
+    """All rollouts and calls. Belongs to one event loop; every method but those that say so returns without waiting."""
+
+    def __init__(
+        self, store: Store, recorder: Recorder, *, limits: GateLimits | None = None, clock: Clock | None = None
+    ):
+        self.limits = limits or GateLimits()
+        self.clock = clock or Clock()
+        self.changes = Changes(int(self.clock.wall() * 1e6))
+        self.draining = False
+        self._store = store
+        self._recorder = recorder
+        # Set when `next_deadline` is sooner than it was.
+        self.sooner = asyncio.Event()
+        self._deadlines: Deadlines[DeadlineKey] = Deadlines(self.sooner.set)
+        self.dispatcher = Dispatcher(self, clock=self.clock, deadlines=self._deadlines, limits=self.limits.dispatch)
+        self._rollouts: dict[str, Rollout] = {}
+        self._by_request: dict[str, Rollout] = {}
+        self._calls: dict[str, Call] = {}
+        self._open_rollouts = 0
+
+    # Rollouts --------------------------------------------------------------------------------------------------------
+
+    def find_opening(self, opening: Opening) -> Rollout | None:
+        """The rollout that this very request opened before, or None when it is new.
+
+        Raises AlreadyExists: REQUEST_ID_REUSED, ROLLOUT_EXISTS.
+        """
+        before = self._by_request.get(opening.request_id)
+        if before is not None:
+            if before.opening != opening:
+                raise AlreadyExists("The request id was used for another rollout.", reason="REQUEST_ID_REUSED")
+            return before
+        if opening.rollout_id in self._rollouts:
+            raise AlreadyExists("A rollout has this id already.", reason="ROLLOUT_EXISTS")
+        return None
+
+    def find(self, rollout_id: str) -> Rollout | None:
+        """The rollout, or None."""
+        return self._rollouts.get(rollout_id)
+
+    async def open(
+        self, opening: Opening, *, facts: ModelFacts | None = None, caller_key: str | None = None
+    ) -> Rollout:
+        """Opens a rollout and returns it once that is on disk. Idempotent by request id."""
+        before = self.find_opening(opening)
+        if before is not None:
+            before.caller_key = caller_key
+            return before
+        if self.draining:
+            raise Unavailable("The service is stopping.", reason="DRAINING", retry_after_s=5.0)
+        if self._open_rollouts >= self.limits.max_rollouts:
+            raise ResourceExhausted("Too many rollouts are open.", reason="ROLLOUT_LIMIT", retry_after_s=5.0)
+        salt = secrets.token_hex(16)
+        digest = hashlib.sha256(self._store.token_of(opening.rollout_id, salt).encode()).digest()
+        rollout = Rollout(opening, salt, digest, self.clock.wall(), facts=facts or ModelFacts(), caller_key=caller_key)
+        written = self._store.put_rollout(rollout)
+        self._keep(rollout)
+        self.dispatcher.link(rollout)
+        await written
+        return rollout
+
+    def token(self, rollout: Rollout) -> str:
+        """The rollout's credential; derived, not stored."""
+        return self._store.token_of(rollout.id, rollout.salt)
+
+    def authorise(self, rollout_id: str, token: str) -> Rollout | None:
+        """The rollout, when the token is its own and it is not closed; unknown and not yours look the same (R5)."""
+        rollout = self._rollouts.get(rollout_id)
+        expected = rollout.token_digest if rollout is not None else bytes(32)
+        same = hmac.compare_digest(hashlib.sha256(token.encode(errors="replace")).digest(), expected)
+        if rollout is None or not same or rollout.state is RolloutState.CLOSED:
+            return None
+        return rollout
+
+    def rollout(self, rollout_id: str) -> Rollout:
+        """Raises NotFound ROLLOUT_UNKNOWN."""
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            raise NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")
+        return rollout
+
+    def rollouts(self) -> Iterable[Rollout]:
+        """All rollouts, oldest first."""
+        return self._rollouts.values()
+
+    async def close(self, rollout_id: str, reason: str) -> Rollout:
+        """Closes a rollout and waits until that, and every answer that was accepted, is on disk. Idempotent."""
+        rollout = self.rollout(rollout_id)
+        if rollout.state is not RolloutState.CLOSED:
+            rollout.state = RolloutState.CLOSED
+            rollout.closed = self.clock.wall()
+            rollout.close_reason = reason
+            self._open_rollouts -= 1
+            self.dispatcher.unlink(rollout)  # first, so that no credit that comes free leases another of its calls
+            for call in self._open_calls(rollout):
+                self.cancel(call, "ROLLOUT_CLOSED")
+            self.changes.rollout_closed(rollout)
+            self._set_deadline(("retention", rollout.id), self.limits.retention_s)
+        written = self._store.update_rollout(rollout)
+        for call in self._open_calls(rollout):  # claimed: their commit is under way
+            await asyncio.wait([call.ended])
+        await written
+        return rollout
+
+    async def delete(self, rollout_id: str) -> None:
+        """Removes a rollout and everything that was captured of it. Idempotent."""
+        if rollout_id not in self._rollouts:
+            return
+        rollout = await self.close(rollout_id, "DELETED")
+        self._drop(rollout)
+        await self._store.delete_rollout(rollout_id)
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def admit(self, rollout: Rollout, arrival: Arrival) -> Call:
+        """A new call of an agent, to be journalled next; it is offered when its prompt is made.
+
+        Raises:
+            Unavailable: DRAINING.
+            ResourceExhausted: BUDGET_EXHAUSTED (for good), CALL_LIMIT (for now, with a delay).
+        """
+        if self.draining:
+            raise Unavailable("The service is stopping.", reason="DRAINING", retry_after_s=2.0)
+        budgets, now = rollout.opening.budgets, self.clock.wall()
+        budget = rollout.exhausted_budget or exhausted(budgets, rollout.spent, self._age(rollout))
+        if budget:
+            if rollout.state is RolloutState.OPEN:
+                rollout.state, rollout.exhausted_budget = RolloutState.EXHAUSTED, budget
+                self._store.update_rollout(rollout)
+            raise ResourceExhausted(
+                f"The rollout's budget {budget} is used up.", reason="BUDGET_EXHAUSTED", metadata={"budget": budget}
+            )
+        if rollout.totals.open >= self.limits.max_open_calls_per_rollout:
+            raise ResourceExhausted("Too many calls wait in this rollout.", reason="CALL_LIMIT", retry_after_s=1.0)
+        call = Call(
+            id=secrets.token_hex(16),
+            rollout=rollout,
+            index=len(rollout.calls),
+            arrival=arrival,
+            received=now,
+            expires=now + budgets.call_timeout_s,
+            sampling=with_max_tokens(
+                arrival.sampling, allowed_tokens(budgets, rollout.spent, arrival.sampling.max_tokens)
+            ),
+            ended=asyncio.get_running_loop().create_future(),
+            delegated=rollout.opening.mode is not Mode.INTERCEPTION_GATE,
+        )
+        rollout.spent.calls += 1
+        rollout.totals.calls += 1
+        self._calls[call.id] = call
+        rollout.calls.append(call)
+        rollout.by_retry_key[arrival.retry_key] = call
+        if not rollout.holds:
+            self._set_deadline(("expire", call.id), budgets.call_timeout_s)
+        self.changes.call_changed(call)
+        return call
+
+    def journal(self, call: Call) -> None:
+        """Writes an admitted call down, as it is now: once, before anybody can answer it."""
+        call.journalled = True
+        self._store.put_call(call)
+        if call.state.terminal:
+            self._shrink(call)
+
+    def offer(self, call: Call, plan: Plan, sampling: Sampling) -> None:
+        """The call's prompt is made: whoever answers may have it."""
+        if not call.state.terminal:
+            call.plan, call.prompt, call.sampling = plan, Prompt.of(plan), sampling
+            self.dispatcher.offer(call)
+
+    def call(self, call_id: str) -> Call:
+        """Raises NotFound CALL_UNKNOWN."""
+        call = self._calls.get(call_id)
+        if call is None:
+            raise NotFound("No such call.", reason="CALL_UNKNOWN")
+        return call
+
+    def open_calls(self) -> list[Call]:
+        """Calls that have not ended."""
+        return [call for rollout in self._rollouts.values() for call in self._open_calls(rollout)]
+
+    def attach(self, call: Call) -> None:
+        """A connection of the agent waits for this call."""
+        call.attached += 1
+        self._deadlines.drop(("gone", call.id))
+
+    def detach(self, call: Call) -> None:
+        """That connection is gone; when it was the last, a retry may join for a while, then the call is CANCELLED."""
+        call.attached -= 1
+        if call.attached <= 0 and not call.state.terminal:
+            self._set_deadline(("gone", call.id), self.limits.rejoin_grace_s)
+
+    def told(self, call: Call) -> None:
+        """The answer's last byte went to the agent."""
+        if not call.told:
+            call.told = True
+            self._store.mark_told(call)
+
+    def cancel(self, call: Call, reason: str) -> None:
+        """Nobody wants the answer any more."""
+        self._end(call, CallState.CANCELLED, reason)
+
+    def fail(self, call: Call, failure: Failure) -> None:
+        """The call cannot be answered, for a reason found by the service itself."""
+        if not call.state.terminal and not call.claimed:
+            call.failure = failure
+            self._end(call, CallState.FAILED, failure.reason)
+
+    def pass_through(self, call: Call) -> None:
+        """Black box: the answer went by unread."""
+        self._end(call, CallState.DELIVERED, "PASSED_THROUGH")
+
+    async def accept(
+        self, call_id: str, lease_id: str, answer: Completion | Failure, *, session: Session | None = None
+    ) -> Accepted | Rejection:
+        """Judges a trainer's answer. What is accepted counts, and is told to the agent, once it is committed."""
+        call = self._judge(call_id, lease_id, session)
+        if isinstance(call, Rejection):
+            before = self._calls.get(call_id)
+            if before is not None and before.claimed and before.committed is not None:
+                if before.accepted_digest == answer.digest():
+                    return Accepted(call_id, before.committed)
+                return Rejection(call_id, RejectionReason.ALREADY_DELIVERED, "Another result came first.")
+            return call
+        return await self.settle(call, answer, answerer=Answerer.TRAINER)
+
+    def delegate(
+        self, call_id: str, lease_id: str, override: Sampling | None, *, session: Session | None = None
+    ) -> Accepted | Rejection:
+        """The trainer lets the rollout's model source answer; accepted once that is committed."""
+        call = self._judge(call_id, lease_id, session)
+        if isinstance(call, Rejection):
+            return call
+        if call.delegated:
+            return Accepted(call_id, self._store.put_delegation(call))
+        if override is not None:
+            call.sampling = merged(call.sampling, override)
+        self.dispatcher.delegate(call)
+        return Accepted(call_id, self._store.put_delegation(call))
+
+    def release(self, call_id: str, lease_id: str, *, session: Session | None = None) -> Accepted | Rejection:
+        """The trainer gives a call back, for another session."""
+        call = self._judge(call_id, lease_id, session)
+        if isinstance(call, Rejection):
+            return call
+        if call.state is CallState.LEASED:
+            self.dispatcher.requeue(call, avoid=call.holder)
+        return Accepted(call_id, _done())
+
+    async def settle(self, call: Call, answer: Completion | Failure, *, answerer: Answerer) -> Accepted | Rejection:
+        """Takes an answer for a call that is open, whoever made it. The first that holds the rules wins."""
+        if call.claimed or call.state.terminal:
+            return Rejection(call.id, RejectionReason.CALL_ENDED, "The call is over.")
+        if isinstance(answer, Completion) and (refused := self._stale(call, answer)) is not None:
+            return refused
+        call.accepted_digest = answer.digest()  # claimed
+        record = b""
+        if isinstance(answer, Completion):
+            try:
+                recorded = await self._recorder.record(call, answer, answerer)
+            except CompletionRefused as refused:
+                call.accepted_digest = None
+                message = "The completion breaks a rule."
+                return Rejection(call.id, RejectionReason.INVALID, message, refused.violations)
+            except BaseException:
+                call.accepted_digest = None
+                raise
+            call.completion, call.message, call.prompt = recorded.completion, recorded.message, recorded.prompt
+            call.injected, call.chain_index = recorded.injected, recorded.chain_index
+            call.chain_sha256 = recorded.chain_sha256
+            record = recorded.record
+        else:
+            call.failure = answer
+        call.answerer = answerer
+        call.ended_at = self.clock.wall()
+        committed = call.committed = self._store.put_answer(call, record)
+        committed.add_done_callback(lambda done: self._committed(call, done))
+        return Accepted(call.id, committed)
+
+    # The dispatcher tells --------------------------------------------------------------------------------------------
+
+    def call_changed(self, call: Call) -> None:
+        """A call went between QUEUED, LEASED and DISPATCHED."""
+        if call.state is CallState.LEASED and call.journalled:
+            self._store.put_lease(call)
+        self.changes.call_changed(call)
+
+    def dispatched(self, call: Call) -> None:
+        """The rollout's model source shall answer this call now."""
+        self._recorder.answer_by_source(call)
+
+    def rollout_held(self, rollout: Rollout) -> None:
+        """Time stands still for the rollout's calls."""
+        rollout.held_since = self.clock.wall()
+        for call in self._open_calls(rollout):
+            self._deadlines.drop(("expire", call.id))
+
+    def rollout_released(self, rollout: Rollout) -> None:
+        """Time goes on."""
+        now = self.clock.wall()
+        since, rollout.held_since = rollout.held_since or now, None
+        rollout.paused_s += now - since
+        for call in self._open_calls(rollout):
+            call.expires += now - max(since, call.received)
+            self._set_deadline(("expire", call.id), max(0.0, call.expires - now))
+
+    # Time ------------------------------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When `tick` is due next, on the steady clock; None when nothing waits for time."""
+        return self._deadlines.next()
+
+    async def tick(self) -> None:
+        """Does what is due."""
+        for kind, key in self._deadlines.due(self.clock.steady()):
+            if kind == "session":
+                self.dispatcher.session_window_over(str(key))
+            elif kind == "lane":
+                self.dispatcher.lane_linger_over(cast("Selector", key))
+            elif kind == "pause":
+                self.dispatcher.pause_over(str(key))
+            elif kind == "retention":
+                await self.delete(str(key))
+            elif (call := self._calls.get(str(key))) is not None and not call.claimed:
+                if kind == "expire":
+                    self._end(call, CallState.EXPIRED, "EXPIRED")
+                elif kind == "gone" and call.attached <= 0:
+                    self._end(call, CallState.CANCELLED, "AGENT_GONE")
+                elif kind == "lease" and call.state is CallState.LEASED:
+                    self.dispatcher.requeue(call)
+
+    # After a restart -------------------------------------------------------------------------------------------------
+
+    def restore(self, rollout: Rollout, calls: list[Call]) -> None:
+        """Takes a rollout back as the journal has it: its agents' retries join its open calls."""
+        self._keep(rollout)
+        rollout.calls = calls
+        for call in calls:
+            self._calls[call.id] = call
+            rollout.by_retry_key[call.arrival.retry_key] = call
+            if not call.state.terminal:
+                self._set_deadline(("expire", call.id), max(0.0, call.expires - self.clock.wall()))
+                self._set_deadline(("gone", call.id), self.limits.rejoin_grace_s)
+        if rollout.state is RolloutState.CLOSED:
+            age = self.clock.wall() - (rollout.closed or rollout.created)
+            self._set_deadline(("retention", rollout.id), max(0.0, self.limits.retention_s - age))
+        else:
+            self.dispatcher.link(rollout)
+
+    def restore_lease(self, call: Call, plan: Plan, sampling: Sampling, session_id: str, lease_id: str) -> None:
+        """A call was leased when the service died; its session may come back for it."""
+        call.plan, call.prompt, call.sampling = plan, Prompt.of(plan), sampling
+        self.dispatcher.restore_lease(call, session_id, lease_id)
+
+    # Private ---------------------------------------------------------------------------------------------------------
+
+    def _keep(self, rollout: Rollout) -> None:
+        self._rollouts[rollout.id] = rollout
+        self._by_request[rollout.opening.request_id] = rollout
+        if rollout.state is not RolloutState.CLOSED:
+            self._open_rollouts += 1
+
+    def _drop(self, rollout: Rollout) -> None:
+        self._rollouts.pop(rollout.id, None)
+        self._by_request.pop(rollout.opening.request_id, None)
+        self._deadlines.drop(("retention", rollout.id))
+        for call in rollout.calls:
+            self._calls.pop(call.id, None)
+        self._recorder.forget(rollout)
+
+    def _set_deadline(self, key: DeadlineKey, in_s: float) -> None:
+        self._deadlines.set(key, self.clock.steady() + in_s)
+
+    def _open_calls(self, rollout: Rollout) -> list[Call]:
+        if not rollout.totals.open:
+            return []
+        return [call for call in rollout.calls if not call.state.terminal]
+
+    def _age(self, rollout: Rollout) -> float:
+        """Seconds since it was opened, those not counted in which its calls were held."""
+        now = self.clock.wall()
+        held = now - rollout.held_since if rollout.held_since is not None else 0.0
+        return now - rollout.created - rollout.paused_s - held
+
+    def _judge(self, call_id: str, lease_id: str, session: Session | None) -> Call | Rejection:
+        """The call, when whoever shows this lease may answer it."""
+        call = self._calls.get(call_id)
+        if call is None:
+            return Rejection(call_id, RejectionReason.UNKNOWN_CALL, "There is no such call.")
+        if call.state.terminal or call.claimed:
+            return Rejection(call_id, RejectionReason.CALL_ENDED, f"The call is over: {call.end_reason or 'answered'}.")
+        own = lease_id == call.lease_id or (session is not None and call.holder is session)
+        if not call.offered or call.state is CallState.DISPATCHED or (call.state is CallState.LEASED and not own):
+            return Rejection(call_id, RejectionReason.NOT_LEASED, "The call is leased to another.")
+        return call
+
+    def _stale(self, call: Call, completion: Completion) -> Rejection | None:
+        least = call.min_policy_version
+        if least is None:
+            return None
+        versions = completion.tokens.versions if completion.tokens is not None else ()
+        if not versions:
+            wanted = ("completion.span.versions: needed, since the rollout bounds the policy version",)
+            return Rejection(call.id, RejectionReason.INVALID, "The completion breaks a rule.", wanted)
+        oldest = min(span.policy_version for span in versions)
+        if oldest >= least:
+            return None
+        message = f"Sampled by version {oldest}; this call accepts {least} and newer."
+        return Rejection(call.id, RejectionReason.STALE_POLICY, message)
+
+    def _committed(self, call: Call, done: asyncio.Future[list[int]]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            # The disk refused. The answer was told to nobody; the call fails, and the agent may try again.
+            _log.error("an answer could not be journalled", call_id=call.id, rollout_id=call.rollout.id)
+            call.completion = call.message = None
+            call.failure = Failure("JOURNAL_FAILED")
+            self._finish(call, CallState.FAILED, "JOURNAL_FAILED")
+        elif call.failure is not None:
+            self._finish(call, CallState.FAILED, call.failure.reason)
+        else:
+            self._finish(call, CallState.DELIVERED, "")
+
+    def _end(self, call: Call, state: CallState, reason: str) -> None:
+        """Ends a call that nobody has claimed."""
+        if call.state.terminal or call.claimed:
+            return
+        self._finish(call, state, reason)
+        if call.journalled:
+            self._store.end_call(call)
+
+    def _finish(self, call: Call, state: CallState, reason: str) -> None:
+        call.state = state
+        call.end_reason = reason
+        call.ended_at = call.ended_at or self.clock.wall()
+        self._deadlines.drop(("expire", call.id))
+        self._deadlines.drop(("gone", call.id))
+        unanswered = state in (CallState.CANCELLED, CallState.EXPIRED)
+        self.dispatcher.withdraw(call, reason if unanswered or not call.claimed else "")
+        work, call.work = call.work, None
+        if work is not None and not call.claimed:
+            work.cancel()
+        self._count(call)
+        if call.journalled:
+            self._shrink(call)
+        self.changes.call_changed(call)
+        if not call.ended.done():
+            call.ended.set_result(None)
+
+    def _shrink(self, call: Call) -> None:
+        """What ended stays small in memory: its body is on disk, its tokens are in the graph."""
+        call.arrival = replace(call.arrival, body=b"")
+        call.plan = None
+
+    def _count(self, call: Call) -> None:
+        totals, spent = call.rollout.totals, call.rollout.spent
+        name = call.state.value
+        setattr(totals, name, getattr(totals, name) + 1)
+        if call.state is CallState.DELIVERED and call.completion is not None:
+            prompt = call.prompt.count if call.prompt is not None else 0
+            if call.completion.usage is not None:
+                prompt = call.completion.usage.prompt_tokens
+            totals.prompt_tokens += prompt
+            spent.prompt_tokens += prompt
+            totals.completion_tokens += call.completion.count
+            spent.completion_tokens += call.completion.count
+
+
+_UNSET = Sampling()
+
+
+def with_max_tokens(sampling: Sampling, limit: int | None) -> Sampling:
+    """The same with this limit; None is none."""
+    return sampling if sampling.max_tokens == limit else replace(sampling, max_tokens=limit)
+
+
+def merged(base: Sampling, override: Sampling) -> Sampling:
+    """`base` with every field that `override` sets."""
+    if override == _UNSET:
+        return base
+    changes = {f.name: value for f in fields(override) if (value := getattr(override, f.name)) is not None}
+    return replace(base, **changes)
+
+
+def _done() -> asyncio.Future[list[int]]:
+    done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+    done.set_result([])
+    return done

@@ -1,0 +1,1 @@
+"""The agents' side: HTTP in the dialects that agents speak."""

@@ -1,0 +1,214 @@
+"""The HTTP ingress: authenticates, joins retries, waits for answers, writes them in the agent's dialect.
+
+A held call costs one coroutine and one connection. The rollout's token is checked before anything else is looked at;
+an unknown rollout and a wrong token look the same (R5). For the first second the HTTP status is still free to tell a
+failure; after that a stream is opened and kept alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import structlog
+from aiohttp import web
+
+from penstock_chassis.errors import PenstockError
+from penstock_interception.calls import Arrival, Call, CallState, Mode, Rollout
+from penstock_interception.gate import merged
+from penstock_interception.ingress import outcomes
+from penstock_interception.ingress.dialect import BadRequest, DialectCodec, Problem
+from penstock_interception.ingress.joining import identify, same_call
+from penstock_interception.ingress.passthrough import Passthrough
+from penstock_interception.requests import ChatRequest
+from penstock_interception.turns import Turns
+
+_log = structlog.get_logger(__name__)
+
+MAX_SESSION_HEADER = 256
+_JSON: Final = "application/json"
+_STREAM_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache, no-transform",
+    "x-accel-buffering": "no",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class IngressLimits:
+    """Bytes and seconds."""
+
+    max_body_bytes: int = 32 << 20
+    first_byte_s: float = 1.0
+    keep_alive_s: float = 5.0
+
+
+class Ingress:
+    """The aiohttp application."""
+
+    def __init__(
+        self,
+        turns: Turns,
+        dialects: Iterable[DialectCodec],
+        passthrough: Passthrough,
+        limits: IngressLimits | None = None,
+    ) -> None:
+        self._turns = turns
+        self._dialects = tuple(dialects)
+        self._by_path = {dialect.completion_path: dialect for dialect in self._dialects}
+        self._passthrough = passthrough
+        self._limits = limits or IngressLimits()
+
+    def app(self) -> web.Application:
+        """The application, to be run with handler cancellation."""
+        app = web.Application(client_max_size=self._limits.max_body_bytes)
+        app.router.add_get("/healthz", _alive)
+        app.router.add_route("*", "/rollout/{rollout_id}{path:/.*}", self._rollout)
+        app.router.add_route("*", "/{path:.*}", self._elsewhere)
+        return app
+
+    async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
+        return _problem(self._dialects[0], outcomes.UNKNOWN_ROUTE)
+
+    async def _rollout(self, request: web.Request) -> web.StreamResponse:
+        path = request.match_info["path"]
+        dialect = self._by_path.get(path) or self._nearest(path)
+        rollout = self._turns.gate.authorise(request.match_info["rollout_id"], _credential(request))
+        if rollout is None:
+            return _problem(dialect, outcomes.UNAUTHORISED)
+        try:
+            return await self._serve(request, rollout, dialect, path)
+        except BadRequest as error:
+            return _problem(dialect, outcomes.of_bad_request(error))
+        except PenstockError as error:
+            return _problem(dialect, outcomes.of_refusal(error))
+        except web.HTTPRequestEntityTooLarge:
+            return _problem(dialect, outcomes.TOO_LARGE)
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception:  # noqa: BLE001 - logged; nothing of it reaches the agent (R8)
+            _log.exception("a request failed", rollout_id=rollout.id)
+            return _problem(dialect, outcomes.INTERNAL)
+
+    async def _serve(
+        self, request: web.Request, rollout: Rollout, dialect: DialectCodec, path: str
+    ) -> web.StreamResponse:
+        spoken = rollout.opening.dialects
+        if rollout.opening.mode is Mode.BLACK_BOX:
+            return await self._passthrough.forward(request, rollout, path)
+        if spoken and dialect.dialect not in spoken:
+            return _problem(dialect, outcomes.UNKNOWN_ROUTE)
+        if request.method == "GET" and path in ("/v1/models", f"/v1/models/{_model_name(rollout)}"):
+            return web.Response(body=dialect.models(_model_name(rollout)), content_type=_JSON)
+        if path != dialect.completion_path:
+            return _problem(dialect, outcomes.UNKNOWN_ROUTE)
+        if request.method != "POST":
+            return _problem(dialect, Problem(405, "method_not_allowed", "Use POST."))
+        body = await request.read()
+        return await self._complete(request, rollout, dialect, body)
+
+    async def _complete(
+        self, request: web.Request, rollout: Rollout, dialect: DialectCodec, body: bytes
+    ) -> web.StreamResponse:
+        parsed = dialect.parse(body)
+        identity = identify(dialect.dialect, request.headers, body)
+        call = same_call(rollout, identity)
+        if call is None:
+            sampling = merged(parsed.sampling, rollout.opening.sampling_override)
+            notes = parsed.normalisations
+            if sampling != parsed.sampling:
+                notes = (*notes, "the rollout's sampling replaced the agent's")
+            arrival = Arrival(
+                dialect=dialect.dialect,
+                body=body,
+                body_sha256=identity.body_sha256,
+                retry_key=identity.retry_key,
+                stream=parsed.stream,
+                sampling=sampling,
+                model_requested=parsed.model,
+                tools_sha256=parsed.tools_sha256,
+                normalisations=notes,
+                agent_session=_session(request, rollout),
+            )
+            call = await self._turns.begin(rollout, arrival, parsed)
+        else:
+            call.http_attempts += 1
+        parsed = replace(parsed, messages=(), tools=())  # a call that waits keeps its body only
+        gate = self._turns.gate
+        gate.attach(call)
+        try:
+            if parsed.stream:
+                return await self._stream(request, dialect, call, parsed)
+            await asyncio.shield(call.ended)
+            return await self._answer(request, dialect, call, parsed)
+        finally:
+            gate.detach(call)
+
+    async def _answer(
+        self, request: web.Request, dialect: DialectCodec, call: Call, parsed: ChatRequest
+    ) -> web.StreamResponse:
+        problem = outcomes.of_ended(call)
+        if problem is not None:
+            return _problem(dialect, problem)
+        response = web.Response(body=dialect.answer(call, parsed), content_type=_JSON)
+        await response.prepare(request)
+        await response.write_eof()
+        self._turns.gate.told(call)
+        return response
+
+    async def _stream(
+        self, request: web.Request, dialect: DialectCodec, call: Call, parsed: ChatRequest
+    ) -> web.StreamResponse:
+        if not call.ended.done():
+            await asyncio.wait([call.ended], timeout=self._limits.first_byte_s)
+        if call.ended.done() and (problem := outcomes.of_ended(call)) is not None:
+            return _problem(dialect, problem)
+        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        await response.prepare(request)
+        opening = dialect.stream_open(call, parsed)
+        if opening:
+            await response.write(opening)
+        while not call.ended.done():
+            await response.write(dialect.stream_keep_alive())
+            await asyncio.wait([call.ended], timeout=self._limits.keep_alive_s)
+        problem = outcomes.of_ended(call)
+        rest = dialect.stream_answer(call, parsed) if problem is None else dialect.stream_problem(problem)
+        await response.write(rest)
+        await response.write_eof()
+        if call.state is CallState.DELIVERED:
+            self._turns.gate.told(call)
+        return response
+
+    def _nearest(self, path: str) -> DialectCodec:
+        """The dialect whose way of saying no fits a path best."""
+        return self._dialects[0]
+
+
+def _credential(request: web.Request) -> str:
+    """The token, from wherever the dialects' SDKs put it."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token:
+        return token.strip()
+    return request.headers.get("x-api-key") or request.headers.get("x-goog-api-key") or ""
+
+
+def _session(request: web.Request, rollout: Rollout) -> tuple[tuple[str, str], ...]:
+    names = rollout.opening.hints.session_headers
+    return tuple((name, request.headers[name][:MAX_SESSION_HEADER]) for name in names if name in request.headers)
+
+
+def _model_name(rollout: Rollout) -> str:
+    return rollout.opening.model_name or rollout.facts.model or "default"
+
+
+def _problem(dialect: DialectCodec, problem: Problem) -> web.Response:
+    headers = {"x-should-retry": "true" if problem.retry else "false"}
+    if problem.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(problem.retry_after_s)))
+    return web.Response(status=problem.status, body=dialect.problem(problem), content_type=_JSON, headers=headers)
+
+
+async def _alive(_request: web.Request) -> web.Response:
+    return web.Response(text="ok\n")

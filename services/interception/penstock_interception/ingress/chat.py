@@ -1,0 +1,137 @@
+"""OpenAI Chat Completions, exactly as the OpenAI SDKs and ai-sdk read it (R30).
+
+A stream: a chunk with the role, deltas of reasoning, text and tool calls (each with its index), a chunk with the finish
+reason, the usage if it was asked for, `[DONE]`. Keep-alives are SSE comments, which every client skips. A failure after
+the stream has begun is a data event with an `error` object, which the SDKs raise; nothing follows it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from penstock_codec.chat import FinishReason, Usage
+from penstock_interception.calls import Call, Dialect
+from penstock_interception.ingress.chat_body import parse_chat
+from penstock_interception.ingress.dialect import DialectCodec, Problem
+from penstock_interception.requests import ChatRequest
+
+_FINISH = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.TOOL_CALLS: "tool_calls",
+    FinishReason.CONTENT_FILTER: "content_filter",
+}
+_TYPES = {401: "invalid_request_error", 403: "insufficient_quota", 429: "rate_limit_error"}
+
+
+class ChatCompletions(DialectCodec):
+    """The dialect. Stateless."""
+
+    dialect = Dialect.CHAT_COMPLETIONS
+    completion_path = "/v1/chat/completions"
+
+    def base_path(self, rollout_id: str) -> str:
+        return f"/rollout/{rollout_id}/v1"
+
+    def parse(self, body: bytes) -> ChatRequest:
+        return parse_chat(body)
+
+    def problem(self, problem: Problem) -> bytes:
+        return orjson.dumps({"error": _error(problem)})
+
+    def answer(self, call: Call, request: ChatRequest) -> bytes:
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        finish = None
+        if call.message is not None and call.completion is not None:
+            message["content"] = call.message.text or (None if call.message.tool_calls else "")
+            if call.message.reasoning:
+                message["reasoning_content"] = call.message.reasoning
+            if call.message.tool_calls:
+                message["tool_calls"] = [
+                    {
+                        "id": item.id,
+                        "type": "function",
+                        "function": {"name": item.name, "arguments": item.arguments_json},
+                    }
+                    for item in call.message.tool_calls
+                ]
+            finish = _finish(call)
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+        head = _head(call, request, "chat.completion")
+        return orjson.dumps({**head, "choices": [choice], "usage": _usage(call)})
+
+    def stream_open(self, call: Call, request: ChatRequest) -> bytes:
+        return b""
+
+    def stream_keep_alive(self) -> bytes:
+        return b": keep-alive\n\n"
+
+    def stream_answer(self, call: Call, request: ChatRequest) -> bytes:
+        head = _head(call, request, "chat.completion.chunk")
+        if request.include_usage:
+            head["usage"] = None
+        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+        if call.message is not None:
+            if call.message.reasoning:
+                deltas.append({"reasoning_content": call.message.reasoning})
+            if call.message.text:
+                deltas.append({"content": call.message.text})
+            for index, item in enumerate(call.message.tool_calls):
+                function = {"name": item.name, "arguments": item.arguments_json}
+                deltas.append(
+                    {"tool_calls": [{"index": index, "id": item.id, "type": "function", "function": function}]}
+                )
+        events = [_event({**head, "choices": [_choice(delta, None)]}) for delta in deltas]
+        events.append(_event({**head, "choices": [_choice({}, _finish(call))]}))
+        if request.include_usage:
+            events.append(_event({**head, "choices": [], "usage": _usage(call)}))
+        events.append(b"data: [DONE]\n\n")
+        return b"".join(events)
+
+    def stream_problem(self, problem: Problem) -> bytes:
+        return _event({"error": _error(problem)})
+
+    def models(self, name: str) -> bytes:
+        return orjson.dumps({"object": "list", "data": [_model(name)]})
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "penstock"}
+
+
+def _head(call: Call, request: ChatRequest, kind: str) -> dict[str, Any]:
+    model = request.model or call.rollout.opening.model_name or call.rollout.facts.model
+    return {"id": f"chatcmpl-{call.id}", "object": kind, "created": int(call.received), "model": model}
+
+
+def _choice(delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+def _finish(call: Call) -> str:
+    if call.message is not None and call.message.tool_calls:
+        return "tool_calls"
+    reason = call.completion.finish_reason if call.completion is not None else None
+    return _FINISH.get(reason, "stop") if reason is not None else "stop"
+
+
+def _usage(call: Call) -> dict[str, Any]:
+    usage = (call.completion.usage if call.completion is not None else None) or Usage(0, 0)
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens or 0},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+    }
+
+
+def _error(problem: Problem) -> dict[str, Any]:
+    kind = _TYPES.get(problem.status, "server_error" if problem.status >= 500 else "invalid_request_error")
+    return {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

@@ -1,0 +1,328 @@
+"""OpenAI Chat Completions: the request's shape, checked by pydantic, and its translation into a `ChatRequest`.
+
+Fields that change nothing here are accepted and recorded as ignored (R33); what cannot be honoured and would change
+what the agent gets is refused with the field's name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, ValidationError
+
+from penstock_codec.chat import (
+    ImagePart,
+    Message,
+    Part,
+    ReasoningPart,
+    Role,
+    Sampling,
+    TextPart,
+    Tool,
+    ToolCallPart,
+    ToolChoice,
+    ToolChoiceMode,
+    ToolResultPart,
+)
+from penstock_interception.ingress.dialect import BadRequest
+from penstock_interception.requests import ChatRequest
+
+MAX_MESSAGES = 20_000
+INT64 = 2**63 - 1
+_IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "prompt_cache_retention"}
+)
+# Names of union members that pydantic puts into a location behind a list index.
+_TAGS = frozenset(
+    {"system", "developer", "user", "assistant", "tool", "text", "input_text", "output_text", "image_url", "refusal"}
+)
+
+ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
+
+
+class _TextPart(_Strict):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class _RefusalPart(_Strict):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class _ImageUrl(_Strict):
+    url: str
+
+
+class _ImagePart(_Strict):
+    type: Literal["image_url"]
+    image_url: _ImageUrl
+
+
+class _Function(_Strict):
+    name: str
+    arguments: str
+
+
+class _ToolCall(_Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+Content = str | list[Annotated[_TextPart | _ImagePart | _RefusalPart, Discriminator("type")]]
+TextContent = str | list[_TextPart]
+
+
+class _System(_Strict):
+    role: Literal["system", "developer"]
+    content: TextContent
+    name: str | None = None
+
+
+class _User(_Strict):
+    role: Literal["user"]
+    content: Content
+    name: str | None = None
+
+
+class _Assistant(_Strict):
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[_ToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    reasoning_text: str | None = None
+    name: str | None = None
+
+
+class _Tool(_Strict):
+    role: Literal["tool"]
+    tool_call_id: str
+    content: Content
+    name: str | None = None
+
+
+AnyMessage = Annotated[_System | _User | _Assistant | _Tool, Discriminator("role")]
+
+
+class _ToolFunction(_Strict):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _ToolDefinition(_Strict):
+    type: Literal["function"]
+    function: _ToolFunction
+
+
+class _NamedFunction(_Strict):
+    name: str
+
+
+class _NamedChoice(_Strict):
+    type: Literal["function"]
+    function: _NamedFunction
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool | None = None
+
+
+class _TemplateOptions(_Strict):
+    enable_thinking: bool | None = None
+
+
+class ChatBody(_Strict):
+    """The fields that mean something here."""
+
+    model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
+
+    messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    model: str = ""
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    tools: list[_ToolDefinition] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=5)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT64)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=64)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=INT64)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    n: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: _TemplateOptions | None = None
+    functions: Any = None
+    function_call: Any = None
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Reads a body. Raises BadRequest and nothing else."""
+    try:
+        value = orjson.loads(body)
+    except ValueError as error:
+        raise BadRequest(f"The body is not JSON: {error}.", None, "invalid_json") from None
+    if not isinstance(value, dict):
+        raise BadRequest("The body is not a JSON object.", None, "invalid_json")
+    for name in ("functions", "function_call"):
+        if value.get(name) is not None:
+            raise BadRequest(
+                f"{name} was replaced by {'tools' if name == 'functions' else 'tool_choice'}.",
+                name,
+                "unsupported_parameter",
+            )
+    try:
+        parsed = ChatBody.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        param = _path(first["loc"])
+        raise BadRequest(f"{param or 'body'}: {first['msg']}.", param, "invalid_value") from None
+    if parsed.n is not None and parsed.n != 1:
+        raise BadRequest("n: only 1 completion per request is served here.", "n", "unsupported_value")
+    return _request(parsed)
+
+
+def _request(body: ChatBody) -> ChatRequest:
+    notes: list[str] = []
+    tools = tuple(_tool(tool.function) for tool in body.tools or ())
+    if len({tool.name for tool in tools}) != len(tools):
+        raise BadRequest("tools: two tools have the same name.", "tools", "invalid_value")
+    if body.tools is not None and not tools:
+        notes.append("tools was empty and is treated as unset")
+    choice = _choice(body, tools, notes)
+    if body.stream_options is not None and not body.stream:
+        notes.append("stream_options without stream was ignored")
+    if body.logprobs or body.top_logprobs:
+        notes.append("logprobs are captured, not returned to the agent")
+    limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
+    if len(set(limits)) > 1:
+        notes.append("max_tokens and max_completion_tokens differ; the smaller holds")
+    notes += [f"{name} was ignored" for name in sorted(body.model_extra or {}) if name not in _IGNORED]
+    thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs is not None else None
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop) if body.stop else None
+    sampling = Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k if body.top_k is not None and body.top_k > 0 else None,
+        min_p=body.min_p,
+        max_tokens=min(limits) if limits else None,
+        min_tokens=body.min_tokens,
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids) if body.stop_token_ids else None,
+        seed=body.seed,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        thinking=thinking,
+        response_format=_response_format(body.response_format),
+    )
+    return ChatRequest(
+        model=body.model,
+        messages=tuple(_message(message) for message in body.messages),
+        tools=tools,
+        tool_choice=choice,
+        sampling=sampling,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream and body.stream_options is not None and body.stream_options.include_usage),
+        normalisations=tuple(notes),
+        template_kwargs={} if thinking is None else {"enable_thinking": thinking},
+    )
+
+
+def _choice(body: ChatBody, tools: tuple[Tool, ...], notes: list[str]) -> ToolChoice:
+    if not tools:
+        if body.tool_choice is not None:
+            notes.append("tool_choice without tools was ignored")
+        if body.parallel_tool_calls is not None:
+            notes.append("parallel_tool_calls without tools was ignored")
+        return ToolChoice()
+    parallel = body.parallel_tool_calls
+    if isinstance(body.tool_choice, _NamedChoice):
+        name = body.tool_choice.function.name
+        if name not in {tool.name for tool in tools}:
+            raise BadRequest("tool_choice names a tool that is not among tools.", "tool_choice", "invalid_value")
+        return ToolChoice(ToolChoiceMode.NAMED, name, parallel)
+    return ToolChoice(ToolChoiceMode(body.tool_choice or "auto"), None, parallel)
+
+
+def _tool(function: _ToolFunction) -> Tool:
+    schema = orjson.dumps(function.parameters if function.parameters is not None else {}).decode()
+    return Tool(function.name, function.description or "", schema, function.strict)
+
+
+def _response_format(value: dict[str, Any] | None) -> str | None:
+    if value is None or value.get("type") == "text":
+        return None
+    if value.get("type") not in ("json_object", "json_schema"):
+        raise BadRequest("response_format.type: unknown.", "response_format.type", "invalid_value")
+    return orjson.dumps(value).decode()
+
+
+def _message(message: _System | _User | _Assistant | _Tool) -> Message:
+    match message:
+        case _System():
+            return Message(Role(message.role), _parts(message.content), message.name or "")
+        case _User():
+            return Message(Role.USER, _parts(message.content), message.name or "")
+        case _Assistant():
+            thought = message.reasoning_content or message.reasoning or message.reasoning_text
+            parts: list[Part] = [ReasoningPart(thought)] if thought else []
+            parts += _parts(message.content)
+            parts += [
+                ToolCallPart(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
+            ]
+            return Message(Role.ASSISTANT, tuple(parts), message.name or "")
+        case _Tool():
+            content = _parts(message.content)
+            text = "".join(part.text for part in content if isinstance(part, TextPart))
+            images = tuple(part for part in content if isinstance(part, ImagePart))
+            result = ToolResultPart(message.tool_call_id, text, False, message.name, images)
+            return Message(Role.TOOL, (result,))
+
+
+def _parts(content: Content | TextContent | None) -> tuple[Part, ...]:
+    if content is None or content == "":
+        return ()
+    if isinstance(content, str):
+        return (TextPart(content),)
+    parts: list[Part] = []
+    for part in content:
+        match part:
+            case _TextPart():
+                parts.append(TextPart(part.text))
+            case _ImagePart():
+                parts.append(ImagePart(part.image_url.url))
+            case _RefusalPart():
+                parts.append(TextPart(part.refusal))
+    return tuple(parts)
+
+
+def _path(location: tuple[int | str, ...]) -> str | None:
+    """A pydantic location as a client writes it; the names of union members are left out."""
+    path = ""
+    before: int | str = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not (isinstance(before, int) and step in _TAGS) and step.isidentifier() and step not in ("str", "list"):
+            path += f".{step}" if path else step
+        before = step
+    return path or None

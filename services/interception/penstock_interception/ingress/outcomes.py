@@ -1,0 +1,65 @@
+"""What an agent is told when there is no answer. Internal reasons stay inside (R8).
+
+Statuses are chosen by what SDKs do with them: the OpenAI SDKs and ai-sdk repeat 408, 409, 429 and 5xx, so a refusal
+that cannot change is none of those.
+"""
+
+from __future__ import annotations
+
+from penstock_chassis.errors import PenstockError
+from penstock_interception.calls import Call, CallState
+from penstock_interception.ingress.dialect import BadRequest, Problem
+
+UNAUTHORISED = Problem(401, "invalid_api_key", "The API key is not valid for this address.")
+UNKNOWN_ROUTE = Problem(404, "unknown_url", "There is no such route.")
+TOO_LARGE = Problem(413, "request_too_large", "The request body is too large.")
+INTERNAL = Problem(500, "internal_error", "The service failed.", retry=True)
+
+_OWN_CONVERSATION = frozenset(
+    {
+        "TEMPLATE_REFUSED",
+        "TEMPLATE_WITHOUT_TOOLS",
+        "IMAGE_UNSUPPORTED",
+        "TEXT_NOT_UNICODE",
+        "MESSAGES_EMPTY",
+    }
+)
+
+
+def of_bad_request(error: BadRequest) -> Problem:
+    """A body that breaks the dialect's rules."""
+    return Problem(400, error.code or "invalid_value", error.message, error.param)
+
+
+def of_refusal(error: PenstockError) -> Problem:
+    """A call that was not admitted."""
+    if error.reason == "BUDGET_EXHAUSTED":
+        # Not 429, its usual status: SDKs would try again.
+        return Problem(403, "budget_exhausted", "The budget of this rollout is used up.")
+    if error.reason == "CALL_LIMIT":
+        return Problem(429, "too_many_calls", error.message, retry=True, retry_after_s=error.retry_after_s)
+    if error.reason == "DRAINING":
+        return Problem(503, "unavailable", error.message, retry=True, retry_after_s=error.retry_after_s)
+    return INTERNAL
+
+
+def of_ended(call: Call) -> Problem | None:
+    """Why an ended call has no answer; None when it has one."""
+    if call.state is CallState.DELIVERED:
+        return None
+    if call.state is CallState.EXPIRED:
+        return Problem(504, "timeout", "Nobody answered in time.")
+    if call.state is CallState.CANCELLED:
+        return (
+            UNAUTHORISED if call.end_reason == "ROLLOUT_CLOSED" else Problem(503, "cancelled", "Cancelled.", retry=True)
+        )
+    failure = call.failure
+    if failure is None:
+        return INTERNAL
+    if failure.reason == "CONTEXT_EXCEEDED":
+        return Problem(400, "context_length_exceeded", failure.message, "messages")
+    if failure.reason in _OWN_CONVERSATION:
+        return Problem(400, failure.reason.lower(), failure.message, "messages")
+    if failure.retriable:
+        return Problem(503, "model_unavailable", "The model could not answer.", retry=True)
+    return Problem(400, "model_refused", "The model cannot answer this request.")

@@ -1,0 +1,131 @@
+"""Black box mode: the bytes of a request go to the operator's or caller's endpoint and back, unread, only counted.
+
+Headers of the hop stay on the hop; the agent's credential is replaced by the endpoint's key, which goes to no other
+address (R11). A request that was begun is recorded as a call without content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Final
+
+import aiohttp
+import structlog
+from aiohttp import web
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from penstock_codec.chat import Sampling
+from penstock_interception.calls import Arrival, Call, Dialect, Rollout
+from penstock_interception.completions import Failure
+from penstock_interception.ingress.dialect import BadRequest
+from penstock_interception.sources.registry import Sources
+from penstock_interception.sources.upstream import UpstreamSource
+from penstock_interception.turns import Turns
+
+_log = structlog.get_logger(__name__)
+
+_HOP: Final = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "host",
+        "content-length",
+        "content-encoding",
+        "authorization",
+        "x-api-key",
+        "x-goog-api-key",
+        "cookie",
+        "set-cookie",
+        "accept-encoding",
+        "expect",
+        "forwarded",
+        "x-forwarded-for",
+        "x-forwarded-host",
+        "x-forwarded-proto",
+    }
+)
+
+
+class Passthrough:
+    """Forwards requests of black box rollouts."""
+
+    def __init__(self, turns: Turns, sources: Sources, http: aiohttp.ClientSession) -> None:
+        self._turns = turns
+        self._sources = sources
+        self._http = http
+
+    async def forward(self, request: web.Request, rollout: Rollout, path: str) -> web.StreamResponse:
+        """One request there and its answer back, streamed as it comes."""
+        source = self._sources.source(rollout.opening, rollout.caller_key)
+        if not isinstance(source, UpstreamSource):
+            raise BadRequest("This rollout has no endpoint.", None, "no_upstream")
+        if not path.startswith("/v1/") or ".." in path.split("/"):
+            raise BadRequest("There is no such route.", None, "unknown_url")
+        body = await request.read()
+        call = None
+        if request.method == "POST":
+            call = self._turns.gate.admit(rollout, _arrival(body))
+            self._turns.gate.journal(call)
+        try:
+            return await self._exchange(request, source, path.removeprefix("/v1"), body, call)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            _log.warning("upstream unreachable", rollout_id=rollout.id, error=type(error).__name__)
+            if call is not None:
+                self._turns.gate.fail(call, Failure("UPSTREAM_UNREACHABLE"))
+            return web.json_response(
+                {"error": {"message": "The model could not answer.", "type": "server_error", "code": "unavailable"}},
+                status=503,
+            )
+        finally:
+            if call is not None and not call.state.terminal:
+                self._turns.gate.cancel(call, "AGENT_GONE")
+
+    async def _exchange(
+        self, request: web.Request, source: UpstreamSource, path: str, body: bytes, call: Call | None
+    ) -> web.StreamResponse:
+        headers = _onward(request.headers)
+        headers.update(source.credentials())
+        url = source.base_url + path + (f"?{request.query_string}" if request.query_string else "")
+        async with self._http.request(
+            request.method, url, data=body or None, headers=headers, allow_redirects=False
+        ) as answer:
+            response = web.StreamResponse(status=answer.status, headers=_onward(answer.headers))
+            await response.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+        if call is not None:
+            if answer.status < 400:
+                self._turns.gate.pass_through(call)
+            else:
+                self._turns.gate.fail(call, Failure("UPSTREAM_REFUSED", f"HTTP {answer.status}"))
+        return response
+
+
+def _arrival(body: bytes) -> Arrival:
+    """A request whose content nobody looks at: not even its digest is kept."""
+    return Arrival(
+        dialect=Dialect.CHAT_COMPLETIONS,
+        body=b"",
+        body_sha256=hashlib.sha256(body).digest(),
+        retry_key="once:" + secrets.token_hex(8),
+        stream=False,
+        sampling=Sampling(),
+        model_requested="",
+    )
+
+
+def _onward(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    onward: CIMultiDict[str] = CIMultiDict()
+    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
+    for name, value in headers.items():
+        if name.lower() not in _HOP and name.lower() not in named:
+            onward.add(name, value)
+    return onward

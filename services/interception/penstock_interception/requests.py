@@ -1,0 +1,77 @@
+"""An agent's request once its dialect is taken off: what every dialect parses into."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock_codec.chat import Message, Role, Sampling, TextPart, Tool, ToolChoice
+from penstock_interception.calls import AgentHints
+from penstock_interception.graph.model import CallClass, CallHints
+
+BLANKED = "[...]"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A conversation to continue. `normalisations` say what of the body was changed or ignored, one sentence each."""
+
+    model: str
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()  # noqa: RUF009 - immutable
+    sampling: Sampling = Sampling()  # noqa: RUF009 - immutable
+    stream: bool = False
+    include_usage: bool = False
+    normalisations: tuple[str, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tools_sha256(self) -> bytes:
+        """Digest of the tools; empty without tools."""
+        if not self.tools:
+            return b""
+        state = hashlib.sha256()
+        for tool in self.tools:
+            state.update(repr((tool.name, tool.description, tool.parameters_json_schema, tool.strict)).encode())
+        return state.digest()
+
+
+def hints_for(request: ChatRequest, known: AgentHints, session: Sequence[tuple[str, str]]) -> CallHints:
+    """What the agent's spec and headers say of this call."""
+    system = "\n".join(m.text for m in request.messages if m.role in (Role.SYSTEM, Role.DEVELOPER))
+    call_class = None
+    if any(mark in system for mark in known.title_system_prompts):
+        call_class = CallClass.TITLE
+    elif any(mark in system for mark in known.compaction_system_prompts):
+        call_class = CallClass.COMPACTION
+    identity = ";".join(value for _, value in session)
+    return CallHints(call_class=call_class, session=identity, max_tokens=request.sampling.max_tokens)
+
+
+def blank_volatile(
+    messages: Sequence[Message], patterns: Sequence[re.Pattern[str]]
+) -> tuple[tuple[Message, ...], bool]:
+    """The messages with what matches blanked in system and user text, and whether anything was."""
+    changed = False
+    result: list[Message] = []
+    for message in messages:
+        if message.role in (Role.SYSTEM, Role.DEVELOPER, Role.USER):
+            parts = tuple(
+                replace(part, text=_blank(part.text, patterns)) if isinstance(part, TextPart) else part
+                for part in message.parts
+            )
+            if parts != message.parts:
+                changed = True
+                message = replace(message, parts=parts)
+        result.append(message)
+    return tuple(result), changed
+
+
+def _blank(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
+    for pattern in patterns:
+        text = pattern.sub(BLANKED, text)
+    return text

@@ -1,0 +1,91 @@
+"""What a session is told, as frames: calls in frames of at most 4 MiB, or one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock_interception.calls import Call
+from penstock_interception.requests import ChatRequest
+from penstock_interception.rpc import convert
+from penstock_interception.sessions import Outbox, View
+
+FRAME_BYTES = 4 << 20
+# Below the transport's limit of 64 MiB; a call that is larger goes without what its view asked for.
+CALL_BYTES = 48 << 20
+
+
+class CallWriter:
+    """Writes calls; `parse` reads a stored body again where a view asks for messages."""
+
+    def __init__(self, parse: Callable[[Call], ChatRequest]) -> None:
+        self._parse = parse
+
+    def call(self, call: Call, view: View) -> pb.ModelCall:
+        """A call, ready for an engine."""
+        rollout, opening, facts = call.rollout, call.rollout.opening, call.rollout.facts
+        message = pb.ModelCall(
+            call_id=call.id,
+            lease_id=call.lease_id,
+            rollout_id=rollout.id,
+            group_id=opening.group_id,
+            run_id=opening.run_id,
+            labels=dict(opening.labels),
+            index=call.index,
+            sampling=convert.sampling_to(call.sampling),
+            min_policy_version=call.min_policy_version,
+            dialect=convert.DIALECTS[call.arrival.dialect],
+            lease_attempt=call.leases,
+            receive_time=convert.timestamp(call.received),
+            expire_time=convert.timestamp(call.expires),
+            stream=call.arrival.stream,
+            task_id=opening.task_id,
+            group_index=opening.group_index,
+            tokenizer_sha256=bytes.fromhex(facts.tokenizer_sha256),
+            chat_template_sha256=bytes.fromhex(facts.template_sha256),
+            model=call.arrival.model_requested,
+        )
+        if (plan := call.plan) is not None:
+            message.call_class = convert.CLASSES[plan.call_class]
+            message.branch_id = plan.branch_id
+            if plan.parent_call_id is not None:
+                message.parent_call_id = plan.parent_call_id
+            message.prompt_token_ids = convert.ids_to(plan.prompt_ids)
+            message.prompt_count = int(plan.prompt_ids.size)
+            message.shared_prefix_count = plan.shared_prefix_len
+        textual = call.plan is not None and not call.plan.exact
+        wanted = int(view.messages or textual) + int(view.body)
+        if wanted and wanted * len(call.arrival.body) > CALL_BYTES:
+            message.view_truncated = True
+        elif wanted:
+            self._add_view(message, call, view.messages or textual, view.body)
+        return message
+
+    def _add_view(self, message: pb.ModelCall, call: Call, messages: bool, body: bool) -> None:
+        if body:
+            message.request_body = call.arrival.body
+        if messages:
+            request = self._parse(call)
+            message.messages.extend(convert.message_to(item) for item in request.messages)
+            message.tools.extend(convert.tool_to(tool) for tool in request.tools)
+            message.tool_choice.CopyFrom(convert.choice_to(request.tool_choice))
+
+
+def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.InterceptResponse]:
+    """The frames of what has gathered, cancellations before calls."""
+    for reason, ids in box.cancelled.items():
+        yield pb.InterceptResponse(cancelled=pb.CallsCancelled(call_ids=ids, reason=reason))
+    if box.closed:
+        yield pb.InterceptResponse(rollouts_closed=pb.RolloutsClosed(rollout_ids=box.closed))
+    if box.resumed:
+        yield pb.InterceptResponse(resumed=pb.CallsResumed())
+    frame, size = pb.Calls(), 0
+    for call in box.calls:
+        item = writer.call(call, view)
+        if size and size + item.ByteSize() > FRAME_BYTES:
+            yield pb.InterceptResponse(calls=frame)
+            frame, size = pb.Calls(), 0
+        size += item.ByteSize()
+        frame.calls.append(item)
+    if size:
+        yield pb.InterceptResponse(calls=frame)

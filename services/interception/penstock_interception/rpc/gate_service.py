@@ -1,0 +1,288 @@
+"""`RolloutGateService`: requests to calls on the domain, nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message as ProtoMessage
+
+from penstock.interception.v1 import interception_pb2
+from penstock.interception.v1 import rollout_gate_service_pb2 as pb
+from penstock.interception.v1 import rollout_gate_service_pb2_grpc as pb_grpc
+from penstock_chassis.errors import FailedPrecondition
+from penstock_codec.chat import Sampling
+from penstock_interception.budgets import DEFAULT_CALL_TIMEOUT_S, Budgets
+from penstock_interception.calls import (
+    AgentHints,
+    CallerUpstream,
+    Dialect,
+    InferenceRef,
+    NamedUpstream,
+    Opening,
+    PolicyBounds,
+    Rollout,
+    RolloutState,
+    Source,
+    TokenizerRef,
+)
+from penstock_interception.capture import capture
+from penstock_interception.changes import CallChange, Change
+from penstock_interception.ingress.dialect import DialectCodec
+from penstock_interception.rpc import convert, trajectory
+from penstock_interception.turns import Turns
+
+T = TypeVar("T")
+
+HEARTBEAT_S = 10.0
+MAX_LABELS = 64
+_ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
+_MODES = {value: key for key, value in trajectory.MODES.items()}
+register_gate = pb_grpc.add_RolloutGateServiceServicer_to_server
+
+
+class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
+    """See protos/penstock/interception/v1/rollout_gate_service.proto."""
+
+    def __init__(
+        self,
+        turns: Turns,
+        dialects: Sequence[DialectCodec],
+        ingress_address: Callable[[], str],
+        stopping: asyncio.Event,
+    ) -> None:
+        self._turns = turns
+        self._gate = turns.gate
+        self._dialects = {dialect.dialect: dialect for dialect in dialects}
+        self._ingress_address = ingress_address
+        self._stopping = stopping
+
+    async def OpenRollout(  # noqa: N802
+        self, request: pb.OpenRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.OpenRolloutResponse:
+        opening, caller_key = opening_from(request, self._dialects)
+        rollout = await self._turns.open(opening, caller_key)
+        spoken = opening.dialects or tuple(self._dialects)
+        return pb.OpenRolloutResponse(
+            rollout=trajectory.rollout_to(rollout),
+            ingress_address=self._ingress_address(),
+            endpoints=[
+                pb.DialectEndpoint(
+                    dialect=convert.DIALECTS[dialect], base_path=self._dialects[dialect].base_path(rollout.id)
+                )
+                for dialect in spoken
+            ],
+            token=self._gate.token(rollout),
+        )
+
+    async def CloseRollout(  # noqa: N802
+        self, request: pb.CloseRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.CloseRolloutResponse:
+        rollout = await self._gate.close(request.rollout_id, request.reason or "CLOSED")
+        return pb.CloseRolloutResponse(rollout=trajectory.rollout_to(rollout))
+
+    async def DeleteRollout(  # noqa: N802
+        self, request: pb.DeleteRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.DeleteRolloutResponse:
+        await self._gate.delete(request.rollout_id)
+        return pb.DeleteRolloutResponse()
+
+    async def GetRollout(  # noqa: N802
+        self, request: pb.GetRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.GetRolloutResponse:
+        return pb.GetRolloutResponse(rollout=trajectory.rollout_to(self._gate.rollout(request.rollout_id)))
+
+    async def ListRollouts(  # noqa: N802
+        self, request: pb.ListRolloutsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.ListRolloutsResponse:
+        wanted = set(request.labels.items())
+        found = [
+            rollout
+            for rollout in self._gate.rollouts()
+            if wanted.issubset(rollout.opening.labels)
+            and not (request.open_only and rollout.state is RolloutState.CLOSED)
+        ]
+        found.sort(key=lambda rollout: (-rollout.created, rollout.id))
+        page, token = paged(found, request.page_size, request.page_token, _position)
+        return pb.ListRolloutsResponse(rollouts=[trajectory.rollout_to(item) for item in page], next_page_token=token)
+
+    async def GetCapture(  # noqa: N802
+        self, request: pb.GetCaptureRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> AsyncIterator[pb.GetCaptureResponse]:
+        rollout = self._gate.rollout(request.rollout_id)
+        conversation = self._turns.conversation(rollout)
+        after = request.after_index if request.HasField("after_index") else None
+        captured = capture(rollout, conversation, after_index=after)
+        body_of = self._turns.store.body if request.include_bodies else None
+        async for fragment in trajectory.fragments(captured, conversation, body_of):
+            yield pb.GetCaptureResponse(trajectory=fragment)
+
+    async def WatchCalls(  # noqa: N802
+        self, request: pb.WatchCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> AsyncIterator[pb.WatchCallsResponse]:
+        watched, labels = frozenset(request.rollout_ids), set(request.labels.items())
+        for rollout_id in watched:
+            self._gate.rollout(rollout_id)
+        changes = self._gate.changes
+        at = request.after_sequence if request.HasField("after_sequence") else changes.last
+        if at > changes.last or at < changes.oldest_resumable:
+            raise FailedPrecondition("Changes after this sequence are not kept any more.", reason="SEQUENCE_UNKNOWN")
+        yield pb.WatchCallsResponse(started=pb.WatchCallsResponse.WatchStarted(sequence=at))
+        while not self._stopping.is_set():
+            found = changes.after(at)
+            if found is None:
+                raise FailedPrecondition("The watch fell behind what is kept.", reason="SEQUENCE_UNKNOWN")
+            for change in found:
+                at = change.sequence
+                opening = change.rollout.opening
+                if (watched and opening.rollout_id not in watched) or not labels.issubset(opening.labels):
+                    continue
+                yield _change_to(change)
+                if len(watched) == 1 and not isinstance(change, CallChange):
+                    return
+            if found:
+                continue
+            if len(watched) == 1 and self._over(next(iter(watched))):
+                return
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await changes.wait(at)
+            except TimeoutError:
+                yield pb.WatchCallsResponse(heartbeat=pb.WatchCallsResponse.WatchHeartbeat())
+
+    def _over(self, rollout_id: str) -> bool:
+        rollout = self._gate.find(rollout_id)
+        return rollout is None or rollout.state is RolloutState.CLOSED
+
+
+def opening_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCodec]) -> tuple[Opening, str | None]:
+    """The opening and the caller's key. Raises InvalidArgument that names the field."""
+    for name, value in (("request_id", request.request_id), ("rollout_id", request.rollout_id)):
+        check_id(name, value)
+    mode = _MODES.get(request.mode)
+    if mode is None:
+        raise convert.invalid("mode", "unspecified")
+    if len(request.labels) > MAX_LABELS:
+        raise convert.invalid("labels", f"at most {MAX_LABELS}")
+    dialects = []
+    for index, number in enumerate(request.dialects):
+        dialect = convert.DIALECTS_BACK.get(number)
+        if dialect is None or dialect not in known:
+            raise convert.invalid(f"dialects[{index}]", "not spoken here")
+        dialects.append(dialect)
+    source, caller_key = _source_from(request)
+    hints = request.hints
+    override = convert.sampling_from(request.sampling_override) if request.HasField("sampling_override") else Sampling()
+    opening = Opening(
+        request_id=request.request_id,
+        rollout_id=request.rollout_id,
+        mode=mode,
+        source=source,
+        group_id=request.group_id if request.HasField("group_id") else None,
+        run_id=request.run_id if request.HasField("run_id") else None,
+        labels=tuple(sorted(request.labels.items())),
+        dialects=tuple(dialects),
+        budgets=_budgets_from(request.budgets),
+        model_name=request.model_name,
+        hints=AgentHints(
+            tuple(hints.title_system_prompts),
+            tuple(hints.compaction_system_prompts),
+            tuple(name.lower() for name in hints.session_headers),
+            tuple(hints.volatile_line_patterns),
+        ),
+        policy=_policy_from(request.policy),
+        task_id=request.task_id if request.HasField("task_id") else None,
+        group_index=request.group_index if request.HasField("group_index") else None,
+        sampling_override=override,
+    )
+    return opening, caller_key
+
+
+def check_id(name: str, value: str) -> None:
+    """Refuses what is no identifier."""
+    if not _ID.fullmatch(value):
+        raise convert.invalid(name, "an identifier: 1 to 128 of a-z A-Z 0-9 _ . -, the first a letter or digit")
+
+
+def paged(items: Sequence[T], size: int, token: str, position: Callable[[T], str]) -> tuple[Sequence[T], str]:
+    """One page of an ordered list; the token names the last item of the page before."""
+    if size < 0:
+        raise convert.invalid("page_size", "not negative")
+    count = min(size or 100, 1000)
+    start = 0
+    if token:
+        start = next((index + 1 for index, item in enumerate(items) if position(item) == token), -1)
+        if start < 0:
+            raise convert.invalid("page_token", "unknown")
+    page = items[start : start + count]
+    more = start + count < len(items)
+    return page, position(page[-1]) if more and page else ""
+
+
+def _position(rollout: Rollout) -> str:
+    return rollout.id
+
+
+def _source_from(request: pb.OpenRolloutRequest) -> tuple[Source, str | None]:
+    source: interception_pb2.ModelSource = request.source
+    match source.WhichOneof("source"):
+        case "upstream":
+            upstream = source.upstream
+            if upstream.WhichOneof("endpoint") == "caller":
+                return CallerUpstream(upstream.caller.base_url, upstream.model), upstream.caller.api_key or None
+            return NamedUpstream(upstream.name, upstream.model), None
+        case "tokenizer":
+            return TokenizerRef(source.tokenizer.name), None
+        case "inference":
+            return InferenceRef(source.inference.name, source.inference.adapter), None
+    return InferenceRef(), None
+
+
+def _budgets_from(budgets: interception_pb2.Budgets) -> Budgets:
+    def number(name: str) -> int | None:
+        if not budgets.HasField(name):  # type: ignore[arg-type]
+            return None
+        value = int(getattr(budgets, name))
+        if value < 1:
+            raise convert.invalid(f"budgets.{name}", "at least 1")
+        return value
+
+    def period(name: str) -> float | None:
+        if not budgets.HasField(name):  # type: ignore[arg-type]
+            return None
+        value = convert.seconds(getattr(budgets, name))
+        if value <= 0:
+            raise convert.invalid(f"budgets.{name}", "positive")
+        return value
+
+    return Budgets(
+        max_calls=number("max_calls"),
+        max_completion_tokens=number("max_completion_tokens"),
+        max_total_tokens=number("max_total_tokens"),
+        max_tokens_per_call=number("max_tokens_per_call"),
+        call_timeout_s=period("call_timeout") or DEFAULT_CALL_TIMEOUT_S,
+        wall_time_s=period("wall_time"),
+    )
+
+
+def _policy_from(policy: interception_pb2.PolicyVersionConstraint) -> PolicyBounds:
+    if policy.HasField("max_staleness") and policy.max_staleness < 0:
+        raise convert.invalid("policy.max_staleness", "not negative")
+    return PolicyBounds(
+        policy.min_version if policy.HasField("min_version") else None,
+        policy.max_staleness if policy.HasField("max_staleness") else None,
+    )
+
+
+def _change_to(change: Change) -> pb.WatchCallsResponse:
+    if isinstance(change, CallChange):
+        call = trajectory.call_to(change.call, state=change.state)
+        changed = pb.WatchCallsResponse.CallChanged(sequence=change.sequence, call=call)
+        return pb.WatchCallsResponse(changed=changed)
+    closed = pb.WatchCallsResponse.RolloutClosed(
+        sequence=change.sequence, rollout_id=change.rollout.id, reason=change.reason
+    )
+    return pb.WatchCallsResponse(closed=closed)

@@ -1,0 +1,95 @@
+"""The inference service as a model source: tokens out, tokens and logprobs back."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import grpc
+
+from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
+from penstock_chassis.channel import error_from_rpc
+from penstock_chassis.errors import DataLoss, FailedPrecondition, PenstockError, Unavailable
+from penstock_interception.calls import Answerer, Call, ModelFacts
+from penstock_interception.codecs import CodecCache
+from penstock_interception.completions import Completion
+from penstock_interception.rpc import convert
+from penstock_interception.sources.base import ModelSource, Resolved, SourceError
+
+CHECK_TIMEOUT_S = 10.0
+_FOR_GOOD = frozenset({"INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION"})
+
+
+class InferenceSource(ModelSource):
+    """One inference service, for one adapter. The channel is owned by whoever made it."""
+
+    answerer = Answerer.INFERENCE
+
+    def __init__(self, channel: grpc.aio.Channel, codecs: CodecCache, adapter: str) -> None:
+        self._stub = pb_grpc.InferenceServiceStub(channel)
+        self._codecs = codecs
+        self._adapter = adapter
+
+    async def resolve(self, asked_model: str) -> Resolved:
+        try:
+            info: pb.GetInfoResponse = await self._stub.GetInfo(pb.GetInfoRequest(), timeout=CHECK_TIMEOUT_S)
+            if not info.tokenizer_sha256:
+                raise FailedPrecondition("The inference service has no tokenizer.", reason="TEMPLATE_UNSUPPORTED")
+            facts = ModelFacts(
+                model=info.model,
+                tokenizer_sha256=info.tokenizer_sha256.hex(),
+                template_sha256=info.chat_template_sha256.hex(),
+                parser=info.tool_call_parser,
+                vocabulary_size=info.vocabulary_size or None,
+                max_context_tokens=info.max_context_tokens or None,
+            )
+            if self._codecs.known(facts.tokenizer_sha256, facts.template_sha256):
+                codec = await self._codecs.of(facts)
+            else:
+                codec = await self._codecs.from_named(await self._files(), facts.parser)
+                facts = replace(
+                    facts, tokenizer_sha256=codec.files.tokenizer_sha256, template_sha256=codec.files.template_sha256
+                )
+        except grpc.aio.AioRpcError as error:
+            told = error_from_rpc(error)
+            raise Unavailable(
+                f"The inference service does not answer: {told.reason}.",
+                reason="INFERENCE_UNREACHABLE",
+                retry_after_s=told.retry_after_s or 2.0,
+            ) from error
+        return Resolved(facts, codec)
+
+    async def complete(self, call: Call) -> Completion:
+        if call.plan is None:
+            raise SourceError("PROMPT_MISSING")
+        request = pb.GenerateRequest(
+            request_id=f"{call.id}.{call.leases}",
+            session_id=call.rollout.id,
+            token_ids=convert.ids_to(call.plan.prompt_ids),
+            sampling=convert.sampling_to(call.sampling),
+            adapter=self._adapter,
+        )
+        if call.min_policy_version is not None:
+            request.version.min_version = call.min_policy_version
+        try:
+            async for event in self._stub.Generate(request):
+                if event.HasField("done"):
+                    return convert.completion_from(event.done.completion)
+        except grpc.aio.AioRpcError as error:
+            told = error_from_rpc(error)
+            retriable = error.code().name not in _FOR_GOOD
+            raise SourceError(told.reason, type(told).__name__, retriable=retriable) from error
+        except PenstockError as error:
+            raise SourceError(error.reason, error.message) from error
+        raise SourceError("GENERATION_UNFINISHED")
+
+    async def _files(self) -> dict[str, bytes]:
+        """The tokenizer's files, checked against their digests."""
+        files: dict[str, bytearray] = {}
+        async for part in self._stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=6 * CHECK_TIMEOUT_S):
+            data = files.setdefault(part.file_name, bytearray())
+            data += part.chunk
+            if part.sha256 and hashlib.sha256(data).digest() != part.sha256:
+                raise DataLoss("A tokenizer file arrived damaged.", reason="TOKENIZER_DAMAGED")
+        return {name: bytes(data) for name, data in files.items()}

@@ -1,0 +1,326 @@
+"""`InterceptService`: the trainers' stream and its unary twin, translated.
+
+Frames carry what is ready and never wait to fill: one wake-up for many calls is what keeps gRPC in Python cheap (a
+message per call costs four times as much CPU as frames that carry what has gathered).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+
+import grpc
+from google.protobuf.message import Message as ProtoMessage
+
+from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
+from penstock_chassis.errors import (
+    Aborted,
+    AlreadyExists,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    Unsupported,
+)
+from penstock_interception.calls import Call
+from penstock_interception.completions import Failure
+from penstock_interception.gate import Accepted, Gate, Rejection, RejectionReason
+from penstock_interception.rpc import convert, trajectory
+from penstock_interception.rpc.frames import CallWriter, frames_of
+from penstock_interception.rpc.gate_service import paged
+from penstock_interception.sessions import DEFAULT_CREDIT_BYTES, Credits, Selector, Session, View
+from penstock_interception.turns import Turns
+from penstock_interception.unary import UnaryLeases
+
+DEFAULT_WAIT_S = 20.0
+DEFAULT_LEASE_S = 300.0
+MAX_LEASE_S = 3600.0
+MAX_LEASED_AT_ONCE = 256
+DEFAULT_PAUSE_S = 600.0
+_REASONS = {
+    RejectionReason.UNKNOWN_CALL: pb.ResultRejected.REASON_UNKNOWN_CALL,
+    RejectionReason.ALREADY_DELIVERED: pb.ResultRejected.REASON_ALREADY_DELIVERED,
+    RejectionReason.CALL_ENDED: pb.ResultRejected.REASON_CALL_ENDED,
+    RejectionReason.NOT_LEASED: pb.ResultRejected.REASON_NOT_LEASED,
+    RejectionReason.INVALID: pb.ResultRejected.REASON_INVALID,
+    RejectionReason.STALE_POLICY: pb.ResultRejected.REASON_STALE_POLICY,
+}
+register_intercept = pb_grpc.add_InterceptServiceServicer_to_server
+
+
+class InterceptServicer(pb_grpc.InterceptServiceServicer):
+    """See protos/penstock/interception/v1/intercept_service.proto."""
+
+    def __init__(self, turns: Turns, writer: CallWriter, stopping: asyncio.Event, *, heartbeat_s: float = 15.0) -> None:
+        self._turns = turns
+        self._gate = turns.gate
+        self._leases = UnaryLeases(turns.gate.dispatcher)
+        self._writer = writer
+        self._stopping = stopping
+        self._heartbeat_s = heartbeat_s
+
+    async def Intercept(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[pb.InterceptRequest],
+        context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage],
+    ) -> AsyncIterator[pb.InterceptResponse]:
+        first = await anext(aiter(request_iterator), None)
+        if first is None or first.WhichOneof("frame") != "hello":
+            raise FailedPrecondition("The first frame of a session is Hello.", reason="HELLO_EXPECTED")
+        hello = first.hello
+        resume = hello.resume_session_id if hello.HasField("resume_session_id") else None
+        session = self._gate.dispatcher.join(
+            _selector(hello.selector),
+            _credits(hello.credits, least=1),
+            identity=hello.identity,
+            view=_view(hello.view),
+            policy_version=hello.policy_version if hello.HasField("policy_version") else None,
+            resume=resume,
+        )
+        stream = _Stream(session, self._gate, self._heartbeat_s, self._stopping)
+        reader = asyncio.create_task(stream.read(request_iterator))
+        try:
+            yield self._welcome(session)
+            async for frame in stream.frames(self._writer):
+                yield frame
+            await stream.finish(reader)
+        finally:
+            reader.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await reader
+            stream.leave()
+
+    async def LeaseCalls(  # noqa: N802
+        self, request: pb.LeaseCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.LeaseCallsResponse:
+        count = request.max_calls or 1
+        if not 1 <= count <= MAX_LEASED_AT_ONCE:
+            raise convert.invalid("max_calls", f"1 to {MAX_LEASED_AT_ONCE}")
+        lease_s = convert.seconds(request.lease) if request.HasField("lease") else DEFAULT_LEASE_S
+        if not 0 < lease_s <= MAX_LEASE_S:
+            raise convert.invalid("lease", "positive, at most 1 h")
+        wait_s = convert.seconds(request.wait) if request.HasField("wait") else DEFAULT_WAIT_S
+        remaining = context.time_remaining()
+        if remaining is not None:
+            wait_s = min(wait_s, 0.8 * remaining)
+        calls = await self._leases.lease(
+            _selector(request.selector),
+            count,
+            identity=request.identity,
+            view=_view(request.view),
+            lease_s=lease_s,
+            wait_s=max(0.0, wait_s),
+            request_id=request.request_id,
+            policy_version=request.policy_version if request.HasField("policy_version") else None,
+        )
+        view = _view(request.view)
+        return pb.LeaseCallsResponse(calls=[self._writer.call(call, view) for call in calls])
+
+    async def CompleteCalls(  # noqa: N802
+        self, request: pb.CompleteCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.CompleteCallsResponse:
+        acknowledged = await judge(self._gate, request.results, None)
+        lost = [lease for lease in request.extend_lease_ids if not self._gate.dispatcher.extend(lease)]
+        return pb.CompleteCallsResponse(acknowledged=acknowledged, lost_lease_ids=lost)
+
+    async def RegisterTools(  # noqa: N802
+        self, request: pb.RegisterToolsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.RegisterToolsResponse:
+        raise Unsupported("This version offers no host tools.", reason="HOST_TOOLS_UNSUPPORTED")
+
+    async def ListCalls(  # noqa: N802
+        self, request: pb.ListCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.ListCallsResponse:
+        rollout = self._gate.rollout(request.rollout_id)
+        page, token = paged(rollout.calls, request.page_size, request.page_token, _call_id)
+        return pb.ListCallsResponse(calls=[trajectory.call_to(call) for call in page], next_page_token=token)
+
+    async def GetCall(  # noqa: N802
+        self, request: pb.GetCallRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.GetCallResponse:
+        call = self._gate.call(request.call_id)
+        conversation = self._turns.conversation(call.rollout)
+        body = await self._turns.store.body(call.id) if request.include_body else b""
+        prompt = b""
+        if call.plan is not None:
+            prompt = convert.ids_to(call.plan.prompt_ids)
+        elif (node := conversation.graph.calls.get(call.id)) is not None:
+            prompt = convert.ids_to(conversation.graph.path(call.id)[: node.prompt_count])
+        return pb.GetCallResponse(
+            call=trajectory.call_to(call, conversation=conversation, body=body), prompt_token_ids=prompt
+        )
+
+    def _welcome(self, session: Session) -> pb.InterceptResponse:
+        resumed_calls = list(session.held) if session.resumed else ()
+        return pb.InterceptResponse(
+            welcome=pb.Welcome(
+                session_id=session.id,
+                credits=pb.Credits(calls=session.credit.calls, bytes=session.credit.bytes),
+                heartbeat_interval=convert.duration(self._heartbeat_s),
+                resume_window=convert.duration(self._gate.limits.dispatch.resume_window_s),
+                queued_calls=self._gate.dispatcher.queued_for(session),
+                resumed=session.resumed,
+                held_call_ids=resumed_calls,
+            )
+        )
+
+
+class _Stream:
+    """One session's two halves: what comes in is judged in order, what goes out is whatever has gathered."""
+
+    def __init__(self, session: Session, gate: Gate, heartbeat_s: float, stopping: asyncio.Event) -> None:
+        self.session = session
+        self._gate = gate
+        self._heartbeat_s = heartbeat_s
+        self._stopping = stopping
+        self._replies: list[pb.InterceptResponse] = []
+        self._heard = asyncio.get_running_loop().time()
+        self._said_goodbye = False
+        self._told_go_away = False
+
+    async def read(self, requests: AsyncIterator[pb.InterceptRequest]) -> None:
+        """Takes frames until the trainer leaves or its stream ends."""
+        try:
+            async for request in requests:
+                self._heard = asyncio.get_running_loop().time()
+                await self._take(request)
+                if self._said_goodbye:
+                    return
+        finally:
+            self.session.end()
+
+    async def frames(self, writer: CallWriter) -> AsyncIterator[pb.InterceptResponse]:
+        """Frames to send, until the session ends."""
+        loop = asyncio.get_running_loop()
+        session = self.session
+        while True:
+            box = session.drain()
+            replies, self._replies = self._replies, []
+            for frame in (*frames_of(box, writer, session.view), *replies):
+                yield frame
+            if session.ended:
+                return
+            if self._stopping.is_set() and not self._told_go_away:
+                self._told_go_away = True
+                yield pb.InterceptResponse(go_away=pb.GoAway(reason="DRAINING", retry_after=convert.duration(2.0)))
+            try:
+                async with asyncio.timeout(self._heartbeat_s):
+                    await session.wait()
+            except TimeoutError:
+                if loop.time() - self._heard > 3 * self._heartbeat_s:
+                    raise DeadlineExceeded("No frame came for three intervals.", reason="HEARTBEAT_MISSED") from None
+                yield pb.InterceptResponse(heartbeat=pb.Heartbeat())
+
+    async def finish(self, reader: asyncio.Task[None]) -> None:
+        """Raises what ended the session, when that was an error."""
+        if self.session.taken_over:
+            raise Aborted("Another stream resumed this session.", reason="SESSION_TAKEN_OVER")
+        if reader.done():
+            await reader
+
+    def leave(self) -> None:
+        """The stream is over: in order, or lost."""
+        if self._said_goodbye:
+            self._gate.dispatcher.leave(self.session)
+        else:
+            self._gate.dispatcher.lose(self.session)
+
+    async def _take(self, request: pb.InterceptRequest) -> None:
+        session, dispatcher = self.session, self._gate.dispatcher
+        match request.WhichOneof("frame"):
+            case "results":
+                acknowledged = await judge(self._gate, request.results.results, session)
+                self._reply(pb.InterceptResponse(acknowledged=acknowledged))
+            case "credits":
+                dispatcher.set_credit(session, _credits(request.credits, least=0, bytes_now=session.credit.bytes))
+            case "pause":
+                limit = request.pause.max_duration
+                span = convert.seconds(limit) if request.pause.HasField("max_duration") else DEFAULT_PAUSE_S
+                count = dispatcher.pause(session, span)
+                self._reply(pb.InterceptResponse(paused=pb.CallsPaused(open_calls=count)))
+            case "resume":
+                dispatcher.resume(session)
+            case "policy":
+                dispatcher.announce(session, request.policy.policy_version)
+            case "goodbye":
+                self._said_goodbye = True
+            case "tool_results":
+                raise Unsupported("This version offers no host tools.", reason="HOST_TOOLS_UNSUPPORTED")
+            case "hello":
+                raise AlreadyExists("Hello is sent once.", reason="HELLO_REPEATED")
+            case "heartbeat" | None:
+                pass
+
+    def _reply(self, frame: pb.InterceptResponse) -> None:
+        self._replies.append(frame)
+        self.session.wake()
+
+
+async def judge(gate: Gate, results: Sequence[pb.CallResult], session: Session | None) -> pb.ResultsAcknowledged:
+    """Each result by itself; returns when all that were accepted are on disk."""
+    verdicts = [await _judge_one(gate, result, session) for result in results]
+    acknowledged = pb.ResultsAcknowledged()
+    for verdict in verdicts:
+        if isinstance(verdict, Rejection):
+            acknowledged.rejected.append(
+                pb.ResultRejected(
+                    call_id=verdict.call_id,
+                    reason=_REASONS[verdict.reason],
+                    message=verdict.message,
+                    violations=verdict.violations,
+                )
+            )
+        else:
+            await asyncio.shield(verdict.committed)
+            acknowledged.accepted_call_ids.append(verdict.call_id)
+    return acknowledged
+
+
+async def _judge_one(gate: Gate, result: pb.CallResult, session: Session | None) -> Accepted | Rejection:
+    call_id, lease_id = result.call_id, result.lease_id
+    match result.WhichOneof("result"):
+        case "completion":
+            try:
+                completion = convert.completion_from(result.completion)
+            except InvalidArgument as error:
+                told = tuple(f"{v.field}: {v.description}" for v in error.violations)
+                return Rejection(call_id, RejectionReason.INVALID, error.message, told)
+            return await gate.accept(call_id, lease_id, completion, session=session)
+        case "failure":
+            failure = Failure(
+                result.failure.reason or "TRAINER_FAILED", result.failure.message, result.failure.retriable
+            )
+            return await gate.accept(call_id, lease_id, failure, session=session)
+        case "delegation":
+            asked = result.delegation
+            override = convert.sampling_from(asked.sampling_override) if asked.HasField("sampling_override") else None
+            return gate.delegate(call_id, lease_id, override, session=session)
+        case "release":
+            return gate.release(call_id, lease_id, session=session)
+    return Rejection(call_id, RejectionReason.INVALID, "The result is empty.", ("result: unset",))
+
+
+def _selector(selector: pb.CallSelector) -> Selector:
+    return Selector(
+        selector.run_id if selector.HasField("run_id") else None,
+        selector.group_id if selector.HasField("group_id") else None,
+        frozenset(selector.rollout_ids),
+        frozenset(selector.labels.items()),
+    )
+
+
+def _credits(credit: pb.Credits, *, least: int, bytes_now: int = DEFAULT_CREDIT_BYTES) -> Credits:
+    if credit.calls < least:
+        raise convert.invalid("credits.calls", f"at least {least}")
+    if credit.HasField("bytes") and credit.bytes < 1:
+        raise convert.invalid("credits.bytes", "at least 1")
+    return Credits(credit.calls, credit.bytes if credit.HasField("bytes") else bytes_now)
+
+
+def _view(view: pb.CallView) -> View:
+    return View(messages=view.messages, body=view.body)
+
+
+def _call_id(call: Call) -> str:
+    return call.id

@@ -1,0 +1,1 @@
+"""Who answers where the trainer does not: inference services and OpenAI-compatible endpoints."""

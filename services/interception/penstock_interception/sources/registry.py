@@ -1,0 +1,142 @@
+"""Which model sources there are: what the operator configured, and a caller's own endpoint where that is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_codec import Codec, CodecError
+from penstock_codec.files import TokenizerFiles
+from penstock_interception.calls import (
+    Answerer,
+    Call,
+    CallerUpstream,
+    InferenceRef,
+    Mode,
+    ModelFacts,
+    NamedUpstream,
+    Opening,
+    TokenizerRef,
+)
+from penstock_interception.codecs import CodecCache
+from penstock_interception.completions import Completion
+from penstock_interception.sources.base import ModelSource, Resolved, SourceError
+from penstock_interception.sources.upstream import UpstreamSource
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An upstream that the operator configured."""
+
+    base_url: str
+    api_key: str | None = None
+
+
+class Sources:
+    """Finds the source of a rollout."""
+
+    def __init__(
+        self,
+        codecs: CodecCache,
+        http: aiohttp.ClientSession,
+        *,
+        inference: Mapping[str, Callable[[str], ModelSource]],
+        upstreams: Mapping[str, Endpoint],
+        tokenizers: Mapping[str, Path],
+        caller_endpoints: bool,
+    ) -> None:
+        """`inference` makes the source of a configured service for an adapter ("" = the base weights)."""
+        self._codecs = codecs
+        self._http = http
+        self._inference = inference
+        self._upstreams = upstreams
+        self._tokenizers = tokenizers
+        self._caller_endpoints = caller_endpoints
+
+    def source(self, opening: Opening, caller_key: str | None) -> ModelSource:
+        """The source that a rollout names.
+
+        Raises FailedPrecondition: INFERENCE_UNKNOWN, UPSTREAM_UNKNOWN, UPSTREAM_NOT_ALLOWED, TOKENIZER_UNKNOWN,
+        SOURCE_UNSUITABLE; InvalidArgument for an address that is none.
+        """
+        match opening.source:
+            case InferenceRef(name, adapter):
+                if opening.mode is Mode.BLACK_BOX:
+                    raise FailedPrecondition("Black box mode needs an upstream.", reason="SOURCE_UNSUITABLE")
+                make = self._inference.get(name or "default")
+                if make is None:
+                    raise FailedPrecondition("No inference service of this name.", reason="INFERENCE_UNKNOWN")
+                return make(adapter)
+            case TokenizerRef(name):
+                if opening.mode is not Mode.INTERCEPTION_GATE:
+                    raise FailedPrecondition("A tokenizer answers no calls.", reason="SOURCE_UNSUITABLE")
+                path = self._tokenizers.get(name)
+                if path is None:
+                    raise FailedPrecondition("No tokenizer of this name.", reason="TOKENIZER_UNKNOWN")
+                return _TokenizerSource(path, self._codecs)
+            case NamedUpstream(name, model):
+                endpoint = self._upstreams.get(name)
+                if endpoint is None:
+                    raise FailedPrecondition("No upstream of this name.", reason="UPSTREAM_UNKNOWN")
+                return UpstreamSource(self._http, endpoint.base_url, endpoint.api_key, model)
+            case CallerUpstream(base_url, model):
+                if not self._caller_endpoints:
+                    raise FailedPrecondition(
+                        "The operator allows configured upstreams only.", reason="UPSTREAM_NOT_ALLOWED"
+                    )
+                check_url(base_url)
+                return UpstreamSource(self._http, base_url, caller_key or None, model)
+
+    async def resolve(self, opening: Opening, source: ModelSource) -> Resolved:
+        """Sees that the source answers, and what it serves. Raises PenstockError."""
+        try:
+            return await source.resolve(opening.model_name)
+        except CodecError as error:
+            raise FailedPrecondition(
+                f"The model's tokenizer cannot be used: {error}", reason="TEMPLATE_UNSUPPORTED"
+            ) from error
+
+    async def codec(self, facts: ModelFacts) -> Codec | None:
+        """The codec of a rollout that comes back after a restart."""
+        return await self._codecs.of(facts)
+
+
+class _TokenizerSource(ModelSource):
+    """A tokenizer directory: makes prompts, answers nothing."""
+
+    answerer = Answerer.TRAINER
+
+    def __init__(self, path: Path, codecs: CodecCache) -> None:
+        self._path = path
+        self._codecs = codecs
+
+    async def complete(self, call: Call) -> Completion:
+        raise SourceError("NOBODY_TO_DELEGATE_TO", retriable=False)
+
+    async def resolve(self, asked_model: str) -> Resolved:
+        files = TokenizerFiles.from_directory(self._path)
+        codec = await self._codecs.from_files(files, "")
+        facts = ModelFacts(asked_model, files.tokenizer_sha256, files.template_sha256, vocabulary_size=codec.vocab_size)
+        return Resolved(facts, codec)
+
+
+def check_url(base_url: str) -> None:
+    """Refuses what is no plain http(s) address; a key inside it would be stored and logged."""
+    try:
+        parts = urlsplit(base_url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good, parts = False, None
+    if not good or parts is None or parts.username is not None or parts.query or parts.fragment:
+        raise InvalidArgument(
+            "The upstream's address cannot be used.",
+            reason="UPSTREAM_URL_INVALID",
+            violations=[
+                Violation("source.upstream.caller.base_url", "http(s)://host[:port]/path without credentials or query")
+            ],
+        )

@@ -1,0 +1,138 @@
+"""An OpenAI-compatible endpoint as a model source.
+
+The agent's own body goes out with its model replaced and without streaming; what comes back is captured as text and
+answered to the agent in its dialect, streamed if it asked so. A key travels only to the address that it was configured
+for (R11): redirects are not followed, and a caller's endpoint gets the caller's key or none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import orjson
+import structlog
+
+from penstock_chassis.errors import Unavailable
+from penstock_codec.chat import FinishReason, Message, ReasoningPart, Role, TextPart, ToolCallPart, Usage
+from penstock_interception.calls import Answerer, Call, ModelFacts
+from penstock_interception.completions import Completion
+from penstock_interception.sources.base import ModelSource, Resolved, SourceError
+
+_log = structlog.get_logger(__name__)
+
+CHECK_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 32 << 20
+_DROPPED = ("stream", "stream_options", "n")
+_FINISH = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "tool_calls": FinishReason.TOOL_CALLS,
+    "function_call": FinishReason.TOOL_CALLS,
+    "content_filter": FinishReason.CONTENT_FILTER,
+}
+
+
+class UpstreamSource(ModelSource):
+    """One endpoint. The session is shared and owned by whoever made it."""
+
+    answerer = Answerer.UPSTREAM
+
+    def __init__(self, http: aiohttp.ClientSession, base_url: str, api_key: str | None, model: str) -> None:
+        self._http = http
+        self.base_url = base_url.rstrip("/")
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._model = model
+
+    def credentials(self) -> dict[str, str]:
+        """The headers that carry the endpoint's key; for this endpoint only (R11)."""
+        return dict(self._headers)
+
+    async def resolve(self, asked_model: str) -> Resolved:
+        """Any answer of the endpoint at all means that it can be reached."""
+        try:
+            async with self._http.get(
+                f"{self.base_url}/models",
+                headers=self._headers,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S),
+            ) as answer:
+                status = answer.status
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            _log.warning("upstream unreachable", base_url=self.base_url, error=type(error).__name__)
+            raise Unavailable(
+                "The upstream endpoint cannot be reached.", reason="UPSTREAM_UNREACHABLE", retry_after_s=5.0
+            ) from error
+        if status in (401, 403):
+            raise Unavailable("The upstream endpoint refuses its key.", reason="UPSTREAM_UNREACHABLE")
+        return Resolved(ModelFacts(model=self._model or asked_model), None)
+
+    async def complete(self, call: Call) -> Completion:
+        """One completion of the agent's body."""
+        body: dict[str, Any] = orjson.loads(call.arrival.body)
+        for name in _DROPPED:
+            body.pop(name, None)
+        if self._model:
+            body["model"] = self._model
+        body.update(_asked(call, body))
+        try:
+            async with self._http.post(
+                f"{self.base_url}/chat/completions",
+                data=orjson.dumps(body),
+                headers={**self._headers, "content-type": "application/json"},
+                allow_redirects=False,
+            ) as answer:
+                data = await answer.content.read(MAX_ANSWER_BYTES + 1)
+                while len(data) <= MAX_ANSWER_BYTES and not answer.content.at_eof():
+                    data += await answer.content.read(MAX_ANSWER_BYTES + 1 - len(data))
+                status = answer.status
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise SourceError("UPSTREAM_UNREACHABLE", type(error).__name__) from error
+        if status != 200:
+            _log.warning("upstream refused a call", call_id=call.id, status=status)
+            retriable = status in (408, 409, 425, 429) or status >= 500
+            raise SourceError("UPSTREAM_REFUSED", f"HTTP {status}", retriable=retriable)
+        if len(data) > MAX_ANSWER_BYTES:
+            raise SourceError("UPSTREAM_ANSWER_TOO_LARGE", retriable=False)
+        return _completion(data)
+
+
+def _asked(call: Call, body: dict[str, Any]) -> dict[str, Any]:
+    """Sampling that differs from what the agent asked, in the fields that the API has."""
+    sampling, asked = call.sampling, {}
+    limit = "max_tokens" if "max_tokens" in body else "max_completion_tokens"
+    if sampling.max_tokens is not None:
+        asked[limit if limit in body else "max_tokens"] = sampling.max_tokens
+    override = call.rollout.opening.sampling_override
+    for name in ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty"):
+        if (value := getattr(override, name)) is not None:
+            asked[name] = value
+    return asked
+
+
+def _completion(data: bytes) -> Completion:
+    try:
+        answer = orjson.loads(data)
+        choice = answer["choices"][0]
+        message = _message(choice["message"])
+        finish = _FINISH.get(choice.get("finish_reason") or "stop", FinishReason.STOP)
+        reported = answer.get("usage") or {}
+        usage = Usage(int(reported.get("prompt_tokens", 0)), int(reported.get("completion_tokens", 0)))
+        model = str(answer.get("model", ""))
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise SourceError("UPSTREAM_ANSWER_INVALID", type(error).__name__) from error
+    return Completion(message=message, finish_reason=finish, engine="openai", model=model, usage=usage)
+
+
+def _message(value: dict[str, Any]) -> Message:
+    parts: list[TextPart | ReasoningPart | ToolCallPart] = []
+    reasoning = value.get("reasoning_content") or value.get("reasoning")
+    if isinstance(reasoning, str) and reasoning:
+        parts.append(ReasoningPart(reasoning))
+    text = value.get("content")
+    if isinstance(text, str) and text:
+        parts.append(TextPart(text))
+    for call in value.get("tool_calls") or ():
+        function = call["function"]
+        parts.append(ToolCallPart(str(call["id"]), str(function["name"]), str(function["arguments"])))
+    return Message(Role.ASSISTANT, tuple(parts))

@@ -1,0 +1,357 @@
+"""The journal of the gate: open rollouts, calls and answers, so that a kill -9 loses none of them (decision 7).
+
+One SQLite file under the chassis's journal. A method that writes fixes its place in the order at once and returns what
+to await for its commit. No credential is stored: a rollout's token is an HMAC of its id and salt under a key that lives
+in a file of its own, mode 0600.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from sqlite3 import Row
+from typing import Literal, Self
+
+import structlog
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.journal import Journal, Statement
+from penstock_interception import records
+from penstock_interception.budgets import Spent
+from penstock_interception.calls import Answerer, Call, CallState, Rollout, RolloutState, Totals
+from penstock_interception.graph.record import CommitRecord
+
+_log = structlog.get_logger(__name__)
+
+_SCHEMA = """
+CREATE TABLE rollouts (
+    rollout_id TEXT PRIMARY KEY, request_id TEXT NOT NULL UNIQUE, salt TEXT NOT NULL, opening BLOB NOT NULL,
+    state TEXT NOT NULL, created REAL NOT NULL, closed REAL, close_reason TEXT NOT NULL, exhausted TEXT NOT NULL,
+    paused_s REAL NOT NULL, facts BLOB NOT NULL
+) STRICT;
+CREATE TABLE calls (
+    call_id TEXT PRIMARY KEY, rollout_id TEXT NOT NULL REFERENCES rollouts ON DELETE CASCADE, position INTEGER NOT NULL,
+    retry_key TEXT NOT NULL, arrival BLOB NOT NULL, body BLOB NOT NULL, body_sha256 BLOB NOT NULL,
+    received REAL NOT NULL, expires REAL NOT NULL,
+    state TEXT NOT NULL, end_reason TEXT NOT NULL DEFAULT '', ended REAL, leases INTEGER NOT NULL DEFAULT 0,
+    injected INTEGER NOT NULL DEFAULT 0, told INTEGER NOT NULL DEFAULT 0, http_attempts INTEGER NOT NULL DEFAULT 1,
+    lease_id TEXT NOT NULL DEFAULT '', session_id TEXT NOT NULL DEFAULT '', prompt_sha256 BLOB,
+    min_policy_version INTEGER, delegated INTEGER NOT NULL DEFAULT 0, sampling BLOB, answerer TEXT,
+    answer_order INTEGER UNIQUE, answer_sha256 BLOB, completion BLOB, failure BLOB, graph BLOB
+) STRICT;
+CREATE UNIQUE INDEX calls_by_rollout ON calls (rollout_id, position);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollout:
+    """A rollout with its calls in order of arrival, the graph's records in order of commit, and leases in force.
+
+    A lease is call id, session id, lease id and the SHA-256 of the prompt that it was given for.
+    """
+
+    rollout: Rollout
+    calls: list[Call]
+    graph: list[CommitRecord]
+    leases: list[tuple[Call, str, str, bytes]]
+
+
+class CallStore:
+    """The gate's tables. Opens with `open`, closes with `aclose`."""
+
+    def __init__(self, journal: Journal, key: bytes) -> None:
+        self._journal = journal
+        self._key = key
+        self._answers = 0
+
+    @classmethod
+    async def open(cls, directory: Path, *, sync: Literal["normal", "full"] = "normal") -> Self:
+        """Opens or creates the state in `directory`. Raises FailedPrecondition as Journal.open does."""
+        journal = await Journal.open(directory / "interception.sqlite3", [_SCHEMA], sync=sync)
+        try:
+            store = cls(journal, _load_key(directory / "token.key"))
+            rows = await journal.query("SELECT coalesce(max(answer_order), 0) FROM calls")
+            store._answers = int(rows[0][0])
+        except BaseException:
+            await journal.aclose()
+            raise
+        return store
+
+    async def aclose(self) -> None:
+        """Commits what was submitted."""
+        await self._journal.aclose()
+
+    def token_of(self, rollout_id: str, salt: str) -> str:
+        """The credential of a rollout: 256 bits, the same whenever it is asked for."""
+        mac = hmac.new(self._key, f"rollout\0{rollout_id}\0{salt}".encode(), hashlib.sha256).digest()
+        return "pst_" + base64.urlsafe_b64encode(mac).decode().rstrip("=")
+
+    # Writes ----------------------------------------------------------------------------------------------------------
+
+    def put_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]:
+        """A rollout was opened."""
+        opening = rollout.opening
+        return self._submit(
+            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, '', '', 0, ?)",
+            opening.rollout_id,
+            opening.request_id,
+            rollout.salt,
+            records.dump_opening(opening),
+            rollout.state.value,
+            rollout.created,
+            records.dump_facts(rollout.facts),
+        )
+
+    def update_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]:
+        """Its state changed."""
+        return self._submit(
+            "UPDATE rollouts SET state = ?, closed = ?, close_reason = ?, exhausted = ?, paused_s = ?"
+            " WHERE rollout_id = ?",
+            rollout.state.value,
+            rollout.closed,
+            rollout.close_reason,
+            rollout.exhausted_budget,
+            rollout.paused_s,
+            rollout.id,
+        )
+
+    def delete_rollout(self, rollout_id: str) -> asyncio.Future[list[int]]:
+        """Removes a rollout and its calls."""
+        return self._submit("DELETE FROM rollouts WHERE rollout_id = ?", rollout_id)
+
+    def put_call(self, call: Call) -> asyncio.Future[list[int]]:
+        """A call was admitted."""
+        arrival = call.arrival
+        return self._submit(
+            "INSERT INTO calls (call_id, rollout_id, position, retry_key, arrival, body, body_sha256, received,"
+            " expires, delegated, state, end_reason, ended, failure, lease_id, session_id, prompt_sha256,"
+            " min_policy_version, leases) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            call.id,
+            call.rollout.id,
+            call.index,
+            arrival.retry_key,
+            records.dump_arrival(arrival),
+            arrival.body,
+            arrival.body_sha256,
+            call.received,
+            call.expires,
+            int(call.delegated),
+            call.state.value,
+            call.end_reason,
+            call.ended_at,
+            records.dump_failure(call.failure) if call.failure is not None else None,
+            call.lease_id,
+            call.holder.id if call.holder is not None else "",
+            _prompt_digest(call),
+            call.min_policy_version,
+            call.leases,
+        )
+
+    def put_lease(self, call: Call) -> asyncio.Future[list[int]]:
+        """A call was leased: a restart keeps the lease for its session to resume."""
+        return self._submit(
+            "UPDATE calls SET lease_id = ?, session_id = ?, prompt_sha256 = ?, min_policy_version = ?, leases = ?,"
+            " delegated = 0 WHERE call_id = ?",
+            call.lease_id,
+            call.holder.id if call.holder is not None else "",
+            _prompt_digest(call),
+            call.min_policy_version,
+            call.leases,
+            call.id,
+        )
+
+    def put_delegation(self, call: Call) -> asyncio.Future[list[int]]:
+        """A call was delegated to the rollout's model source."""
+        return self._submit(
+            "UPDATE calls SET delegated = 1, session_id = '', sampling = ? WHERE call_id = ?",
+            records.dump_sampling(call.sampling),
+            call.id,
+        )
+
+    def put_answer(self, call: Call, record: bytes) -> asyncio.Future[list[int]]:
+        """A call's answer was accepted: all of it, in one write. `record` is the graph's."""
+        self._answers += 1
+        completion, failure = call.completion, call.failure
+        state = CallState.FAILED if completion is None else CallState.DELIVERED
+        return self._submit(
+            "UPDATE calls SET state = ?, end_reason = ?, ended = ?, leases = ?, injected = ?, http_attempts = ?,"
+            " answerer = ?, answer_order = ?, answer_sha256 = ?, completion = ?, failure = ?, graph = ?"
+            " WHERE call_id = ?",
+            state.value,
+            failure.reason if failure is not None else "",
+            call.ended_at,
+            call.leases,
+            int(call.injected),
+            call.http_attempts,
+            call.answerer.value if call.answerer is not None else None,
+            self._answers,
+            call.accepted_digest,
+            records.dump_extras(completion) if completion is not None else None,
+            records.dump_failure(failure) if failure is not None else None,
+            record or None,
+            call.id,
+        )
+
+    def end_call(self, call: Call) -> asyncio.Future[list[int]]:
+        """A call ended without an answer."""
+        return self._submit(
+            "UPDATE calls SET state = ?, end_reason = ?, ended = ?, leases = ?, failure = ? WHERE call_id = ?",
+            call.state.value,
+            call.end_reason,
+            call.ended_at,
+            call.leases,
+            records.dump_failure(call.failure) if call.failure is not None else None,
+            call.id,
+        )
+
+    def mark_told(self, call: Call) -> asyncio.Future[list[int]]:
+        """The agent has the whole answer."""
+        return self._submit(
+            "UPDATE calls SET told = 1, http_attempts = ? WHERE call_id = ?", call.http_attempts, call.id
+        )
+
+    # Reads -----------------------------------------------------------------------------------------------------------
+
+    async def body(self, call_id: str) -> bytes:
+        """The agent's body of a call, byte for byte; empty when the call is unknown."""
+        rows = await self._journal.query("SELECT body FROM calls WHERE call_id = ?", (call_id,))
+        return bytes(rows[0][0]) if rows else b""
+
+    async def load(self) -> AsyncIterator[StoredRollout]:
+        """All rollouts, oldest first."""
+        for row in await self._journal.query("SELECT * FROM rollouts ORDER BY created"):
+            yield await self._load_rollout(row)
+
+    async def _load_rollout(self, row: Row) -> StoredRollout:
+        opening = records.load_opening(row["opening"])
+        token = self.token_of(opening.rollout_id, row["salt"])
+        rollout = Rollout(
+            opening,
+            row["salt"],
+            hashlib.sha256(token.encode()).digest(),
+            row["created"],
+            facts=records.load_facts(row["facts"]),
+            state=RolloutState(row["state"]),
+            closed=row["closed"],
+            close_reason=row["close_reason"],
+            exhausted_budget=row["exhausted"],
+            paused_s=row["paused_s"],
+        )
+        rows = await self._journal.query("SELECT * FROM calls WHERE rollout_id = ? ORDER BY position", (rollout.id,))
+        calls = [_load_call(rollout, item) for item in rows]
+        by_id = {call.id: call for call in calls}
+        answered = sorted((item for item in rows if item["graph"]), key=lambda item: int(item["answer_order"]))
+        graph = [CommitRecord.from_bytes(item["graph"]) for item in answered]
+        for index, (item, record) in enumerate(zip(answered, graph, strict=True)):
+            call = by_id[record.call_id]
+            call.completion = records.completion_of(record.sampled, item["completion"])
+            call.message = record.sampled.message
+            call.chain_sha256, call.chain_index = record.chain, index
+        rollout.totals, rollout.spent = _count(calls)
+        leases = [
+            (call, item["session_id"], item["lease_id"], item["prompt_sha256"] or b"")
+            for call, item in zip(calls, rows, strict=True)
+            if item["session_id"] and not call.state.terminal
+        ]
+        return StoredRollout(rollout, calls, graph, leases)
+
+    def _submit(self, sql: str, *params: str | float | bytes | None) -> asyncio.Future[list[int]]:
+        statement: Statement = (sql, params)
+        written = self._journal.submit([statement])
+        written.add_done_callback(_report)
+        return written
+
+
+def _prompt_digest(call: Call) -> bytes | None:
+    """Tells after a restart whether a lease was given for the prompt that is made then."""
+    return hashlib.sha256(call.plan.prompt_ids.tobytes()).digest() if call.plan is not None else None
+
+
+def _report(written: asyncio.Future[list[int]]) -> None:
+    # Most writes are awaited by nobody: their order is what matters. A failure must not be silent.
+    if not written.cancelled() and (error := written.exception()) is not None:
+        _log.error("the journal refused a write", error=repr(error))
+
+
+def _load_call(rollout: Rollout, row: Row) -> Call:
+    state = CallState(row["state"])
+    over = state.terminal
+    if not over:
+        state = CallState.QUEUED  # whoever had it is gone; a lease that may be resumed is restored by the gate
+    arrival = records.load_arrival(
+        row["arrival"],
+        body=b"" if over else row["body"],
+        body_sha256=row["body_sha256"],
+        retry_key=row["retry_key"],
+    )
+    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    call = Call(
+        id=row["call_id"],
+        rollout=rollout,
+        index=row["position"],
+        arrival=arrival,
+        received=row["received"],
+        expires=row["expires"],
+        sampling=records.load_sampling(row["sampling"]) if row["sampling"] is not None else arrival.sampling,
+        ended=ended,
+        state=state,
+        accepted_digest=row["answer_sha256"],
+        injected=bool(row["injected"]),
+        end_reason=row["end_reason"],
+        delegated=bool(row["delegated"]),
+        min_policy_version=row["min_policy_version"],
+        answerer=Answerer(row["answerer"]) if row["answerer"] is not None else None,
+        ended_at=row["ended"],
+        leases=row["leases"],
+        http_attempts=row["http_attempts"],
+        told=bool(row["told"]),
+        journalled=True,
+    )
+    if row["failure"] is not None:
+        call.failure = records.load_failure(row["failure"])
+    if over:
+        ended.set_result(None)
+        if call.accepted_digest is not None:
+            call.committed = asyncio.get_running_loop().create_future()
+            call.committed.set_result([1])
+    return call
+
+
+def _count(calls: list[Call]) -> tuple[Totals, Spent]:
+    totals, spent = Totals(calls=len(calls)), Spent(calls=len(calls))
+    for call in calls:
+        if call.state.terminal:
+            setattr(totals, call.state.value, getattr(totals, call.state.value) + 1)
+        if call.state is CallState.DELIVERED and call.completion is not None:
+            usage = call.completion.usage
+            spent.prompt_tokens += usage.prompt_tokens if usage is not None else 0
+            spent.completion_tokens += call.completion.count
+    totals.prompt_tokens, totals.completion_tokens = spent.prompt_tokens, spent.completion_tokens
+    return totals, spent
+
+
+def _load_key(path: Path) -> bytes:
+    """The key that tokens are derived from; made once, readable by the service's user only."""
+    try:
+        key = path.read_bytes()
+    except FileNotFoundError:
+        key = secrets.token_bytes(32)
+        fresh = path.with_suffix(".new")
+        fresh.unlink(missing_ok=True)  # of a start that was killed here
+        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.rename(path)
+        return key
+    if len(key) != 32:
+        raise FailedPrecondition(f"{path.name} is damaged: remove the state directory.", reason="TOKEN_KEY_INVALID")
+    return key

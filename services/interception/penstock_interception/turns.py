@@ -1,0 +1,219 @@
+"""Turns: what happens between an agent's request and its answer, whoever gives it.
+
+Opens rollouts with their source checked (R27), makes prompts, records answers in the rollout's graph, and lets model
+sources answer where the trainer does not. CPU work that is not tiny goes to a small thread pool, so that a long prompt
+stalls nobody else (R32).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+import structlog
+
+from penstock_chassis.errors import PenstockError
+from penstock_codec import CodecError
+from penstock_codec.chat import Sampling
+from penstock_interception.calls import Answerer, Arrival, Call, Opening, Rollout
+from penstock_interception.clock import Clock
+from penstock_interception.completions import Completion, Failure
+from penstock_interception.conversation import Conversation
+from penstock_interception.gate import Gate, GateLimits, Recorded, Rejection, with_max_tokens
+from penstock_interception.graph import Plan
+from penstock_interception.requests import ChatRequest
+from penstock_interception.sources.base import ModelSource, Resolved, SourceError
+from penstock_interception.sources.registry import Sources
+from penstock_interception.store import CallStore
+
+_log = structlog.get_logger(__name__)
+
+# A fresh 8 KiB of text is about 2,000 tokens, or 2 ms: what costs less is cheaper done where it is than handed over.
+INLINE_BYTES = 8 << 10
+INLINE_TOKENS = 4096
+
+T = TypeVar("T")
+
+
+class Turns:
+    """Owns the gate and every rollout's conversation. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        store: CallStore,
+        sources: Sources,
+        tasks: asyncio.TaskGroup,
+        pool: Executor,
+        *,
+        limits: GateLimits | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.store = store
+        self.gate = Gate(store, self, limits=limits, clock=clock)
+        self._sources = sources
+        self._tasks = tasks
+        self._pool = pool
+        self._conversations: dict[str, Conversation] = {}
+
+    # Rollouts --------------------------------------------------------------------------------------------------------
+
+    async def open(self, opening: Opening, caller_key: str | None) -> Rollout:
+        """Opens a rollout whose source was seen to answer. Idempotent by request id.
+
+        Raises what Sources.resolve and Gate.open raise.
+        """
+        before = self.gate.find_opening(opening)
+        if before is not None:
+            return await self.gate.open(opening, caller_key=caller_key)
+        source = self._sources.source(opening, caller_key)
+        resolved = await self._sources.resolve(opening, source)
+        if opening.rollout_id not in self._conversations:  # a twin of this request may have come first
+            self._conversations[opening.rollout_id] = self._conversation(opening, resolved)
+        try:
+            return await self.gate.open(opening, facts=resolved.facts, caller_key=caller_key)
+        except PenstockError:
+            if self.gate.find(opening.rollout_id) is None:
+                self._conversations.pop(opening.rollout_id, None)
+            raise
+
+    def conversation(self, rollout: Rollout) -> Conversation:
+        """The rollout's graph and codec."""
+        return self._conversations[rollout.id]
+
+    async def restore(self, parse: Callable[[Call], ChatRequest]) -> int:
+        """Takes everything back from the journal; `parse` reads a stored body. Returns how many rollouts came back."""
+        count = 0
+        async for stored in self.store.load():
+            rollout = stored.rollout
+            try:
+                codec = await self._sources.codec(rollout.facts)
+                conversation = Conversation(
+                    rollout.opening, codec, vocab_size=rollout.facts.vocabulary_size, records=stored.graph
+                )
+            except (PenstockError, CodecError) as error:
+                _log.error("a rollout cannot be restored", rollout_id=rollout.id, reason=error.reason)
+                continue
+            count += 1
+            self._conversations[rollout.id] = conversation
+            self.gate.restore(rollout, stored.calls)
+            leases = {call.id: (session, lease, prompt) for call, session, lease, prompt in stored.leases}
+            for call in stored.calls:
+                if not call.state.terminal:
+                    self._prepare(call, parse(call), leases.get(call.id))
+        return count
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    async def begin(self, rollout: Rollout, arrival: Arrival, request: ChatRequest) -> Call:
+        """A new call. Returns once it is admitted; its prompt may still be in the making.
+
+        Raises what Gate.admit raises.
+        """
+        call = self.gate.admit(rollout, arrival)
+        conversation = self._conversations[rollout.id]
+        if conversation.fresh_bytes(len(arrival.body)) <= INLINE_BYTES:
+            # Nobody else runs in between: one write says that the call came and to whom it was leased.
+            self._prepare(call, request, None)
+            self.gate.journal(call)
+        else:
+            self.gate.journal(call)
+            self._tasks.create_task(self._prepare_elsewhere(call, request))
+        return call
+
+    async def record(self, call: Call, completion: Completion, answerer: Answerer) -> Recorded:
+        """For the gate: judges an answer and adds it to the graph."""
+        conversation = self._conversations[call.rollout.id]
+        plan = call.plan
+        if plan is None:
+            raise RuntimeError("an answer was accepted before its prompt was made")
+        if completion.count <= INLINE_TOKENS:
+            parsed = conversation.parse(plan, completion)
+        else:
+            parsed = await self._elsewhere(lambda: conversation.parse(plan, completion))
+        return conversation.record(call, completion, parsed, answerer)
+
+    def forget(self, rollout: Rollout) -> None:
+        """For the gate: the rollout is deleted."""
+        self._conversations.pop(rollout.id, None)
+
+    def answer_by_source(self, call: Call) -> None:
+        """For the gate: the rollout's model source answers this call."""
+        call.work = self._tasks.create_task(self._ask_source(call))
+
+    # Private ---------------------------------------------------------------------------------------------------------
+
+    def _conversation(self, opening: Opening, resolved: Resolved) -> Conversation:
+        return Conversation(opening, resolved.codec, vocab_size=resolved.facts.vocabulary_size)
+
+    def _prepare(self, call: Call, request: ChatRequest, lease: tuple[str, str, bytes] | None) -> None:
+        conversation = self._conversations[call.rollout.id]
+        try:
+            plan = conversation.plan(request, call.arrival.agent_session, len(call.arrival.body))
+        except (CodecError, PenstockError) as error:
+            self._refuse(call, error)
+        else:
+            self._offer(call, plan, lease)
+
+    async def _prepare_elsewhere(self, call: Call, request: ChatRequest) -> None:
+        conversation = self._conversations[call.rollout.id]
+        session, length = call.arrival.agent_session, len(call.arrival.body)
+        try:
+            plan = await self._elsewhere(lambda: conversation.plan(request, session, length))
+        except (CodecError, PenstockError) as error:
+            self._refuse(call, error)
+        else:
+            self._offer(call, plan, None)
+
+    def _offer(self, call: Call, plan: Plan, lease: tuple[str, str, bytes] | None) -> None:
+        limit = call.rollout.facts.max_context_tokens
+        room = limit - int(plan.prompt_ids.size) if limit is not None else None
+        if room is not None and room < 1:
+            detail = f"The conversation has {plan.prompt_ids.size} tokens; the model's context is {limit}."
+            self.gate.fail(call, Failure("CONTEXT_EXCEEDED", detail, retriable=False))
+            return
+        sampling = _bounded(call.sampling, room)
+        if lease is not None and not call.state.terminal:
+            session, lease_id, digest = lease
+            if digest == hashlib.sha256(plan.prompt_ids.tobytes()).digest():
+                self.gate.restore_lease(call, plan, sampling, session, lease_id)
+                return
+        self.gate.offer(call, plan, sampling)
+
+    def _refuse(self, call: Call, error: CodecError | PenstockError) -> None:
+        # The template's author and the codec speak to the agent here: its own conversation is what cannot be taken.
+        self.gate.fail(call, Failure(error.reason, str(error), retriable=False))
+
+    async def _ask_source(self, call: Call) -> None:
+        rollout = call.rollout
+        try:
+            source: ModelSource = self._sources.source(rollout.opening, rollout.caller_key)
+            completion = await source.complete(call)
+            outcome = await self.gate.settle(call, completion, answerer=source.answerer)
+        except SourceError as error:
+            _log.warning("a model source failed", call_id=call.id, rollout_id=rollout.id, reason=error.reason)
+            outcome = await self.gate.settle(
+                call, Failure(error.reason, str(error), error.retriable), answerer=Answerer.INFERENCE
+            )
+        except PenstockError as error:
+            self.gate.fail(call, Failure(error.reason, error.message))
+            return
+        except Exception:  # noqa: BLE001 - logged, and the call fails
+            # One call's trouble must not take the service down with its task group.
+            _log.exception("a call could not be answered", call_id=call.id, rollout_id=rollout.id)
+            self.gate.fail(call, Failure("INTERNAL"))
+            return
+        if isinstance(outcome, Rejection) and not call.state.terminal:
+            _log.warning("a source's answer was refused", call_id=call.id, violations=outcome.violations)
+            self.gate.fail(call, Failure(f"SOURCE_{outcome.reason.name}"))
+
+    async def _elsewhere(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _bounded(sampling: Sampling, room: int | None) -> Sampling:
+    if room is None or (sampling.max_tokens is not None and sampling.max_tokens <= room):
+        return sampling
+    return with_max_tokens(sampling, room)

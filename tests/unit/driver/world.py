@@ -1,0 +1,356 @@
+"""A small world for the driver's domain: sandboxes that are directories with real processes, and a gate that is HTTP.
+
+These stand at the driver's own ports (`penstock_driver.ports`), so that the real state machine starts the real shell
+agent without the other services. Nothing here isolates anything; what isolation promises is tested with the sandbox
+service. Every sandbox and process is counted, so that a test can assert that nothing was left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError
+from penstock_driver.launches import FileToWrite
+from penstock_driver.ports import (
+    BackendFacts,
+    Command,
+    CommandReport,
+    CommandResult,
+    Exit,
+    ExitReason,
+    GateClosing,
+    GateOpening,
+    GateOrder,
+    Output,
+    PreparedSnapshot,
+    PreparedToolbox,
+    SandboxFacts,
+    SandboxTerms,
+    SnapshotOrder,
+    SnapshotStep,
+)
+from penstock_driver.specs import Dialect, Toolbox
+
+
+@dataclass
+class Box:
+    """One sandbox: a directory and its processes."""
+
+    root: Path
+    labels: Mapping[str, str]
+    processes: dict[str, tuple[asyncio.subprocess.Process, asyncio.Task[Exit], list[Output | None]]] = field(
+        default_factory=dict
+    )
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    @property
+    def workdir(self) -> Path:
+        return self.root / "workspace"
+
+
+class Directories:
+    """`ports.Sandboxes` on plain directories. `fail` maps a method's name to what its next calls
+    raise, None being success."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.boxes: dict[str, Box] = {}
+        self.snapshots: dict[str, Path] = {}
+        self.calls: list[str] = []
+        self.fail: dict[str, list[PenstockError | None]] = {}
+        self.facts = BackendFacts("local", True, "", True, True, True, False, True, True, True)
+        self.lost: set[str] = set()
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if self.fail.get(name) and (error := self.fail[name].pop(0)):
+            raise error
+
+    def _new(self, labels: Mapping[str, str]) -> tuple[str, Box]:
+        sandbox_id = f"s{len(self.calls)}-{os.urandom(4).hex()}"
+        box = Box(self.base / sandbox_id, labels)
+        box.home.mkdir(parents=True)
+        box.workdir.mkdir()
+        self.boxes[sandbox_id] = box
+        return sandbox_id, box
+
+    async def backends(self) -> Sequence[BackendFacts]:
+        self._called("backends")
+        return [self.facts]
+
+    async def prepare_toolbox(self, name: str, toolbox: Toolbox, backend: str) -> PreparedToolbox:
+        self._called("prepare_toolbox")
+        root = self.base / f"toolbox-{name}"
+        for file in toolbox.files:
+            path = root / file.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.content)
+            path.chmod(0o755)
+        return PreparedToolbox(f"t-{name}", str(root))
+
+    async def prepare_snapshot(self, order: SnapshotOrder) -> AsyncIterator[SnapshotStep]:
+        self._called("prepare_snapshot")
+        sandbox_id, box = self._new({})
+        await self.write_files(sandbox_id, order.files)
+        for index, command in enumerate(order.setup):
+            result = await self.run(sandbox_id, command, 1 << 20)
+            yield CommandReport(index, result)
+            if not result.exit.ok:
+                await self.delete(sandbox_id)
+                raise FailedPrecondition("setup failed", reason="SETUP_FAILED")
+        del self.boxes[sandbox_id]
+        snapshot_id = f"n-{len(self.snapshots)}"
+        self.snapshots[snapshot_id] = box.root
+        yield PreparedSnapshot(snapshot_id)
+
+    async def create(self, terms: SandboxTerms, lease_s: float, labels: Mapping[str, str]) -> SandboxFacts:
+        self._called("create")
+        sandbox_id, box = self._new(labels)
+        return SandboxFacts(sandbox_id, str(box.home), str(box.workdir))
+
+    async def fork(
+        self, snapshot_id: str, *, request_id: str, port: int, upstream: str, lease_s: float, labels: Mapping[str, str]
+    ) -> SandboxFacts:
+        self._called("fork")
+        if snapshot_id not in self.snapshots:
+            raise NotFound("no such snapshot", reason="SNAPSHOT_UNKNOWN")
+        sandbox_id, box = self._new(labels)
+        shutil.copytree(self.snapshots[snapshot_id], box.root, dirs_exist_ok=True, symlinks=True)
+        return SandboxFacts(sandbox_id, str(box.home), str(box.workdir))
+
+    def _path(self, sandbox_id: str, path: str) -> Path:
+        return self.boxes[sandbox_id].workdir / path
+
+    async def write_files(self, sandbox_id: str, files: Sequence[FileToWrite]) -> None:
+        self._called("write_files")
+        for file in files:
+            path = self._path(sandbox_id, file.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.content)
+            path.chmod(file.mode)
+
+    async def remove(self, sandbox_id: str, path: str) -> None:
+        self._called("remove")
+        there = self._path(sandbox_id, path)
+        if there.is_dir() and not there.is_symlink():
+            shutil.rmtree(there)
+        else:
+            there.unlink(missing_ok=True)
+
+    async def is_symlink(self, sandbox_id: str, path: str) -> bool:
+        self._called("is_symlink")
+        return self._path(sandbox_id, path).is_symlink()
+
+    async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:
+        self._called("read_file")
+        there = self._path(sandbox_id, path)
+        if there.is_symlink() or there.is_dir():
+            raise FailedPrecondition("not a file", reason="NOT_A_FILE")
+        if not there.exists():
+            raise NotFound("no such file", reason="FILE_NOT_FOUND")
+        return there.read_bytes()[:max_bytes], there.stat().st_size
+
+    async def _spawn(self, box: Box, command: Command, stdin: int) -> asyncio.subprocess.Process:
+        argv = command.argv or ("/bin/sh", "-c", command.shell)
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(box.home), "SECRET_BASE": "",
+        }  # fmt: skip
+        return await asyncio.create_subprocess_exec(
+            *argv, stdin=stdin, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            cwd=box.workdir / command.cwd, env={**environment, **command.env, **command.secret_env},
+            start_new_session=True,
+        )  # fmt: skip
+
+    async def start(self, sandbox_id: str, process_id: str, command: Command, stdin: bytes | None) -> None:
+        self._called("start")
+        box = self.boxes[sandbox_id]
+        pipe = asyncio.subprocess.PIPE if stdin is not None else asyncio.subprocess.DEVNULL
+        process = await self._spawn(box, command, pipe)
+        items: list[Output | None] = []
+        if stdin is not None and process.stdin:
+            process.stdin.write(stdin)
+            process.stdin.close()
+
+        async def pump(stream: asyncio.StreamReader, is_stderr: bool) -> None:
+            while data := await stream.read(65536):
+                items.append(Output(data, is_stderr))
+                box.news.set()
+
+        async def see() -> Exit:
+            assert process.stdout
+            assert process.stderr
+            timed_out = False
+            try:
+                async with asyncio.timeout(command.timeout_s):
+                    await asyncio.gather(pump(process.stdout, False), pump(process.stderr, True), process.wait())
+            except TimeoutError:
+                timed_out = True
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+            items.append(None)
+            box.news.set()
+            return _exit(process.returncode, timed_out=timed_out)
+
+        box.processes[process_id] = (process, asyncio.ensure_future(see()), items)
+
+    async def watch(self, sandbox_id: str, process_id: str) -> AsyncIterator[Output | Exit]:
+        self._called("watch")
+        box = self.boxes[sandbox_id]
+        _, task, items = box.processes[process_id]
+        at = 0
+        while True:
+            box.news.clear()
+            while at < len(items):
+                item = items[at]
+                at += 1
+                if item is None:
+                    yield Exit(ExitReason.SANDBOX_LOST) if sandbox_id in self.lost else await task
+                    return
+                yield item
+            await box.news.wait()
+
+    async def kill(self, sandbox_id: str, process_id: str) -> None:
+        self._called("kill")
+        process, task, _ = self.boxes[sandbox_id].processes[process_id]
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.wait([task])
+
+    async def run(self, sandbox_id: str, command: Command, output_limit: int) -> CommandResult:
+        self._called("run")
+        process = await self._spawn(self.boxes[sandbox_id], command, asyncio.subprocess.DEVNULL)
+        try:
+            async with asyncio.timeout(command.timeout_s):
+                stdout, stderr = await process.communicate()
+        except TimeoutError:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+            return CommandResult(Exit(ExitReason.TIMED_OUT), b"", b"")
+        return CommandResult(_exit(process.returncode), stdout[:output_limit], stderr[:output_limit])
+
+    async def delete(self, sandbox_id: str) -> None:
+        self._called("delete")
+        box = self.boxes.pop(sandbox_id, None)
+        if box is None:
+            return
+        for process, task, _ in box.processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait([task])
+        shutil.rmtree(box.root)
+
+    async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
+        self._called("delete_labelled")
+        found = [key for key, box in self.boxes.items() if labels.items() <= box.labels.items()]
+        for sandbox_id in found:
+            await self.delete(sandbox_id)
+        return found
+
+
+def _exit(code: int | None, *, timed_out: bool = False) -> Exit:
+    assert code is not None
+    if timed_out:
+        return Exit(ExitReason.TIMED_OUT, duration_s=1.0)
+    return Exit(ExitReason.EXITED, code=code) if code >= 0 else Exit(ExitReason.SIGNALED, signal=-code)
+
+
+def say(text: str) -> dict[str, Any]:
+    """An assistant message without tool calls."""
+    return {"role": "assistant", "content": text}
+
+
+def bash(command: str) -> dict[str, Any]:
+    """An assistant message that calls the bash tool."""
+    function = {"name": "bash", "arguments": json.dumps({"command": command})}
+    call = {"id": "c1", "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+Script = Callable[[list[dict[str, Any]]], dict[str, Any] | int]
+"""From a request's messages to the answer's message, or to an HTTP status without a body."""
+
+
+class HttpGate:
+    """`ports.Gate` with an HTTP endpoint that answers by a script.
+
+    `hold` makes the calls that `holds` picks wait until it is set.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.opened: dict[str, GateOrder] = {}
+        self.closed: dict[str, str] = {}
+        self.deleted: list[str] = []
+        self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        self.called = asyncio.Event()
+        self.hold: asyncio.Event | None = None
+        self.holds: Callable[[dict[str, Any]], bool] = lambda body: True
+        self.closing = GateClosing()
+        self.fail: dict[str, list[PenstockError]] = {}
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server
+        self._server.close()
+
+    @property
+    def port(self) -> int:
+        assert self._server
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+                headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])}
+                body = json.loads(await reader.readexactly(int(headers["content-length"])))
+                self.requests.append((head[0].split(" ")[1], headers, body))
+                self.called.set()
+                if self.hold and self.holds(body):
+                    await self.hold.wait()
+                answer = self.script(body["messages"])
+                status = answer if isinstance(answer, int) else 200
+                data = b"" if isinstance(answer, int) else json.dumps({"choices": [{"message": answer}]}).encode()
+                writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+                await writer.drain()
+        writer.close()
+
+    def _failing(self, name: str) -> None:
+        if self.fail.get(name):
+            raise self.fail[name].pop(0)
+
+    async def check(self) -> None:
+        self._failing("check")
+
+    async def open(self, order: GateOrder) -> GateOpening:
+        self._failing("open")
+        self.opened[order.rollout_id] = order
+        paths = {Dialect.CHAT_COMPLETIONS: f"/rollout/{order.rollout_id}/v1"}
+        return GateOpening(f"127.0.0.1:{self.port}", paths, "sk-test '$(leak)", "tiny")
+
+    async def close(self, rollout_id: str, reason: str) -> GateClosing:
+        self._failing("close")
+        self.closed.setdefault(rollout_id, reason)
+        return self.closing
+
+    async def delete(self, rollout_id: str) -> None:
+        self.deleted.append(rollout_id)
