@@ -221,5 +221,3 @@ async def capabilities(service: Running) -> sb.Capabilities:
     assert backend.available, f"this machine cannot run the suite: {backend.unavailable_reason}"
     capabilities: sb.Capabilities = backend.capabilities
     return capabilities
-
-

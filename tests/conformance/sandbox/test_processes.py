@@ -32,7 +32,24 @@ async def test_a_death_by_signal_is_told_apart_from_an_exit_code(box: Box) -> No
 
 @pytest.mark.parametrize(
     "argument",
-    ["", " ", "a b", "'", '"', "$(leak)", "`leak`", "sk-test '$(leak)", "#c", "a\nb", "&&", "\\", "*", "-n", "é€𝄞", "\t"],
+    [
+        "",
+        " ",
+        "a b",
+        "'",
+        '"',
+        "$(leak)",
+        "`leak`",
+        "sk-test '$(leak)",
+        "#c",
+        "a\nb",
+        "&&",
+        "\\",
+        "*",
+        "-n",
+        "é€𝄞",
+        "\t",
+    ],
 )
 async def test_an_argument_of_any_content_arrives_intact(box: Box, argument: str) -> None:
     """R42, R2: argv, not shell strings."""
@@ -288,7 +305,20 @@ async def test_secrets_are_in_the_environment_and_in_no_argv_and_no_answer(box: 
 async def test_the_environment_is_the_sandboxs_own(box: Box) -> None:
     """R12: an allow-list."""
     names = {line.partition("=")[0] for line in (await box.out("env")).splitlines()}
-    assert names <= {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TERM", "TMPDIR", "PWD", "SHLVL", "_", "OLDPWD"}
+    assert names <= {
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "SHELL",
+        "LANG",
+        "TERM",
+        "TMPDIR",
+        "PWD",
+        "SHLVL",
+        "_",
+        "OLDPWD",
+    }
     assert "sk-host-secret" not in await box.out("env; cat /proc/1/environ 2>/dev/null | tr '\\0' '\\n'; true")
 
 
