@@ -173,7 +173,7 @@ async def test_agents_are_listed_shown_checked_and_registered(connection: dict[s
     spec = tmp_path / "mine.yaml"
     spec.write_text(
         "name: mine\nversion: '1'\nargv: [sh, -c, 'cat > /dev/null']\ncheck_argv: ['true']\n"
-        "instruction: {method: stdin}\ndialects: [chat_completions]\nevents: {source: none}\ndefault_timeout_s: 30\n"
+        "instruction: {method: stdin}\nenv: {URL: '{{base_url}}', KEY: '{{api_key}}'}\ndialects: [chat_completions]\nevents: {source: none}\ndefault_timeout_s: 30\n"
     )
     code, out, err = await penstock("agents", "register", str(spec), environment=connection)
     assert code == 0 and "registered mine 1" in out, (out, err)

@@ -108,9 +108,9 @@ async def test_when_its_owner_is_killed_every_service_ends(tmp_path: Path) -> No
     await owner.wait()
     loop = asyncio.get_running_loop()
     for descriptor in descriptors:
-        ended = loop.create_future()
-        loop.add_reader(descriptor, lambda future=ended: future.done() or future.set_result(None))
-        await ended
+        ended = asyncio.Event()
+        loop.add_reader(descriptor, ended.set)
+        await ended.wait()
         loop.remove_reader(descriptor)
         os.close(descriptor)
 

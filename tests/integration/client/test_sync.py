@@ -1,15 +1,15 @@
 """The client without await."""
 
+import asyncio
+
 from tests.integration.client.conftest import TASK
 
-from penstock.client import connect as connect_async
 from penstock.client import sync
 from penstock.client.stack import LocalStack
 
 
 async def test_a_trainer_without_await_does_the_same(stack: LocalStack) -> None:
     """The facade has the same names and gives the same values."""
-    import asyncio
 
     def trainer() -> float:
         with sync.connect(stack.endpoints) as ps:
@@ -28,4 +28,3 @@ async def test_a_trainer_without_await_does_the_same(stack: LocalStack) -> None:
             return float(result.reward.value)
 
     assert await asyncio.to_thread(trainer) == 0.75
-    assert connect_async is not sync.connect
