@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
