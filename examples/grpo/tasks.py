@@ -110,6 +110,7 @@ def encode(codec: Codec, messages: Sequence[Message]) -> tuple[np.ndarray, np.nd
     """Token ids, int32 [t], and a mask, float32 [t], 1 on what the assistant said, end-of-turn included."""
     ids = codec.render(messages, [BASH], add_generation_prompt=False)
     mask = np.zeros(len(ids), np.float32)
+    stop = 0
     for index, message in enumerate(messages):
         if message.role == "assistant":
             start = len(codec.render(messages[:index], [BASH]))

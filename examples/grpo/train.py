@@ -21,6 +21,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -42,7 +43,7 @@ from penstock.client.stack import LocalStack
 from tasks import TASKS, CopyTask, Corpus, build_codec
 
 PROMPTS, GROUP_SIZE = 8, 8
-MAX_STEPS, GOAL, WINDOW = 100, 0.98, 10
+MAX_STEPS, GOAL, WINDOW = 100, 0.95, 10
 BUDGETS = Budgets(max_calls=4, max_tokens_per_call=48)  # a good rollout makes 3 calls of at most 26 tokens
 RUNS = Path(__file__).resolve().parents[2] / "runs" / "demo"
 
@@ -158,7 +159,7 @@ def sampled_tokens(result: RolloutResult) -> int:
 
 def warm_start(learner: Learner, corpus: Corpus, tokenizer_sha256: str, seed: int, display: Display) -> None:
     """The supervised start, from the cache if these very programs made it before."""
-    key = hashlib.sha256(f"{tokenizer_sha256} {seed} {model.jax.__version__}".encode())
+    key = hashlib.sha256(f"{tokenizer_sha256} {seed} {jax.__version__}".encode())
     for name in ("model.py", "learner.py", "tasks.py"):
         key.update(Path(__file__).with_name(name).read_bytes())
     path = RUNS / "cache" / f"warm-{key.hexdigest()[:16]}.safetensors"

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-import penstock_driver
 import pytest
 
+import penstock_driver
 import tasks
 from penstock_codec import Codec, Continuation
 from tasks import BASH, STOCK_FILE, STOCK_WORD, TASKS, CopyTask
