@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -193,16 +194,22 @@ def main() -> None:
     with Display(f"Penstock: GRPO on real rollouts, seed {given.seed}") as display:
         history = asyncio.run(train(given.seed, given.steps, run, display))
     save_picture(history, run / "reward.png", f"A 0.13 M parameter model learns to use a shell (seed {given.seed})")
-    bin_dir = Path(sys.executable).parent
-    last = history[-1]
+    last, penstock = history[-1], Path(sys.executable).with_name("penstock")
+    if penstock.is_relative_to(Path.cwd()):
+        penstock = penstock.relative_to(Path.cwd())
+    here = os.path.relpath(Path(__file__).parent)
+    latest = os.path.relpath(RUNS / "latest")
     print(
         f"\n{last['step']} steps, {last['elapsed']:.0f} s: success {history[0]['success']:.2f} -> {recent(history):.2f}"
         f" (mean of the last {min(WINDOW, len(history))} steps)\n"
-        "  runs/demo/latest/reward.png           the curve\n"
-        "  runs/demo/latest/trajectories.jsonl   every rollout's tokens, mask, logprobs and reward\n"
-        "  runs/demo/latest/model                the trained model\n"
+        f"  {latest}/reward.png           the curve\n"
+        f"  {latest}/metrics.jsonl        a line per step\n"
+        f"  {latest}/trajectories.jsonl   every rollout's tokens, mask, logprobs and reward\n"
+        f"  {latest}/model                the trained model\n"
         "\nTry next:\n"
-        f"  {bin_dir / 'penstock'} doctor\n"
+        f"  {penstock} rollout --agent shell --task {here}/task.yaml --model-dir {latest}/model\n"
+        f"  {penstock} rollout --agent opencode --task {here}/task.yaml --upstream URL --model M --api-key-env NAME\n"
+        f"  {penstock} up --model-dir {latest}/model\n"
     )
 
 
