@@ -372,7 +372,18 @@ def parse_spec(data: Mapping[str, Any]) -> AgentSpec:
         ) from None
 
 
+def whole_numbers(value: Any) -> Any:
+    """Whole numbers as integers, all the way down: a Struct has doubles only, and `4.0` is not `4` to every program."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, list):
+        return [whole_numbers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: whole_numbers(item) for key, item in value.items()}
+    return value
+
+
 def digest(value: JsonValue) -> str:
-    """Hexadecimal sha256 of the canonical JSON of `value`."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    """Hexadecimal sha256 of the canonical JSON of `value`: the same for 4 and 4.0, and whatever the order of keys."""
+    text = json.dumps(whole_numbers(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

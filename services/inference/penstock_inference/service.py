@@ -10,9 +10,13 @@ from typing import Any
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.auth import Role
-from penstock_inference.engines.base import Engine
+from penstock_chassis.errors import InvalidArgument
+from penstock_codec.codec import Codec
+from penstock_codec.errors import CodecError
+from penstock_inference.engines.base import Engine, TokenIds
 from penstock_inference.model_files import TokenizerDirectory
-from penstock_inference.rpc import convert
+from penstock_inference.rpc import convert, messages
+from penstock_inference.text import template_options
 from penstock_inference.weights import WeightUpdates
 
 SERVICE = "penstock.inference.v1.InferenceService"
@@ -36,13 +40,15 @@ Context = Any
 class InferenceServicer(rpc.InferenceServiceServicer):
     """Speaks gRPC for one engine."""
 
-    def __init__(self, engine: Engine, files: TokenizerDirectory, updates: WeightUpdates) -> None:
+    def __init__(self, engine: Engine, files: TokenizerDirectory, codec: Codec | None, updates: WeightUpdates) -> None:
         self._engine = engine
+        self._codec = codec
         self._files = files
         self._updates = updates
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:  # noqa: N802
-        return convert.info_response(self._engine.info(), self._files)
+        parser = "" if self._codec is None else self._codec.parser
+        return convert.info_response(self._engine.info(), self._files, parser)
 
     async def GetTokenizer(  # noqa: N802
         self, request: pb.GetTokenizerRequest, context: Context
@@ -54,10 +60,12 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> AsyncIterator[pb.GenerateResponse]:
         info = self._engine.info()
-        wanted = convert.generate_request(request, info)
+        rendered = request.WhichOneof("prompt") == "chat"
+        prompt = await self._render(request.chat) if rendered else convert.token_ids(request.token_ids, "token_ids")
+        wanted = convert.generate_request(request, prompt, info)
         async with aclosing(self._engine.generate(wanted)) as events:
             async for event in events:
-                yield convert.generate_event(event, wanted, info)
+                yield convert.generate_event(event, wanted, info, show_prompt=rendered)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
         if request.adapter:
@@ -153,7 +161,32 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         raise convert.missing_capability("adapters")
 
     async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:  # noqa: N802
-        raise convert.missing_capability("render")
+        add = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
+        return pb.RenderResponse(token_ids=(await self._render(request.prompt, add)).astype("<i4").tobytes())
 
     async def Parse(self, request: pb.ParseRequest, context: Context) -> pb.ParseResponse:  # noqa: N802
-        raise convert.missing_capability("parse")
+        if self._codec is None:
+            raise convert.missing_capability("parse")
+        parsed = await asyncio.to_thread(self._codec.parse, convert.token_ids(request.token_ids, "token_ids"))
+        return pb.ParseResponse(
+            message=messages.assistant_message(parsed.message),
+            finish_reason=messages.finish_reason(parsed.finish_reason),
+            malformed_tool_calls=len(parsed.malformed),
+        )
+
+    async def _render(self, prompt: pb.ChatPrompt, add_generation_prompt: bool = True) -> TokenIds:
+        if self._codec is None:
+            raise convert.missing_capability("render")
+        options = template_options(
+            prompt.thinking if prompt.HasField("thinking") else None, prompt.template_options_json
+        )
+        try:
+            return await asyncio.to_thread(
+                self._codec.render,
+                messages.messages_from(prompt.messages),
+                messages.tools_from(prompt.tools),
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=options,
+            )
+        except CodecError as error:
+            raise InvalidArgument(str(error), reason=error.reason) from error

@@ -1,8 +1,8 @@
-"""A rollout's trajectory from its calls and its graph, graded with the reasons (R82-R88). Plain values; rpc/ writes them.
+"""A rollout's trajectory from its calls and its graph, graded with the reasons (R82-R88). Plain values; rpc/ writes it.
 
-Every call is in it, whatever became of it. The grade says how far the tokens may be trusted: EXACT when every call of the
-lines that are trained has exact tokens and logprobs, USABLE with reservations that findings name, UNUSABLE when there is
-nothing to train on, or what there is must not be.
+Every call is in it, whatever became of it. The grade says how far the tokens may be trusted: EXACT when every call of
+the lines that are trained has exact tokens and logprobs, USABLE with reservations that findings name, UNUSABLE when
+there is nothing to train on, or what there is must not be.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Brings calls to sessions: leases, credits, pauses, lost sessions.
 
 Invariants:
-- a call is in the lanes' queues exactly while it is QUEUED for a trainer, its prompt is made and nobody holds its rollout
-  back;
-- a call has a holder exactly while it is LEASED; a delegated one goes to the rollout's model source instead (DISPATCHED);
+- a call is in the lanes' queues exactly while it is QUEUED for a trainer, its prompt is made and nobody holds its
+  rollout back;
+- a call has a holder exactly while it is LEASED; a delegated one goes to the rollout's model source (DISPATCHED);
 - whatever happens to a session, its calls are either answered or queued again, ahead of those that never were leased.
 
 Work per event is bounded by the sessions' credit and the lanes of one rollout; only a selector that is new, a pause and
@@ -190,7 +190,7 @@ class Dispatcher:
         resume: str | None = None,
         lease_s: float | None = None,
     ) -> Session:
-        """A trainer comes. With `resume`, what is leased to that session stays leased to this one; `session.held` has it.
+        """A trainer comes. With `resume`, what that session holds stays leased to this one; `session.held` has it.
 
         Raises ResourceExhausted: SESSION_LIMIT.
         """

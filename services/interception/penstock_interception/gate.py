@@ -1,8 +1,8 @@
 """The gate: rollouts, their calls, and what may become of each.
 
-A call is admitted (index, budget, journal), gets its prompt, is offered to whoever answers, and ends exactly once. The
-first answer that holds its rules wins; it is on disk before anybody, agent or trainer, hears of it (decision 7). Between
-acceptance and commit a call is *claimed*: nothing else can end it any more.
+A call is admitted (index, budget, journal), gets its prompt, is offered to whoever answers, and ends exactly once.
+The first answer that holds its rules wins; it is on disk before anybody, agent or trainer, hears of it (decision 7).
+Between acceptance and commit a call is *claimed*: nothing else can end it any more.
 
 The gate knows no wire. Whoever knows tokens (`Recorder`) judges and records answers; `CallStore` makes them durable.
 """
@@ -254,7 +254,7 @@ class Gate:
     # Calls -----------------------------------------------------------------------------------------------------------
 
     def admit(self, rollout: Rollout, arrival: Arrival) -> Call:
-        """A new call of an agent, journalled; it is offered when its prompt is made.
+        """A new call of an agent, to be journalled next; it is offered when its prompt is made.
 
         Raises:
             Unavailable: DRAINING.
@@ -280,8 +280,8 @@ class Gate:
             arrival=arrival,
             received=now,
             expires=now + budgets.call_timeout_s,
-            sampling=replace(
-                arrival.sampling, max_tokens=allowed_tokens(budgets, rollout.spent, arrival.sampling.max_tokens)
+            sampling=with_max_tokens(
+                arrival.sampling, allowed_tokens(budgets, rollout.spent, arrival.sampling.max_tokens)
             ),
             ended=asyncio.get_running_loop().create_future(),
             delegated=rollout.opening.mode is not Mode.INTERCEPTION_GATE,
@@ -293,9 +293,15 @@ class Gate:
         rollout.by_retry_key[arrival.retry_key] = call
         if not rollout.holds:
             self._set_deadline(("expire", call.id), budgets.call_timeout_s)
-        self._store.put_call(call)
         self.changes.call_changed(call)
         return call
+
+    def journal(self, call: Call) -> None:
+        """Writes an admitted call down, as it is now: once, before anybody can answer it."""
+        call.journalled = True
+        self._store.put_call(call)
+        if call.state.terminal:
+            self._shrink(call)
 
     def offer(self, call: Call, plan: Plan, sampling: Sampling) -> None:
         """The call's prompt is made: whoever answers may have it."""
@@ -412,11 +418,11 @@ class Gate:
         committed.add_done_callback(lambda done: self._committed(call, done))
         return Accepted(call.id, committed)
 
-    # The dispatcher tells ----------------------------------------------------------------------------------------------
+    # The dispatcher tells --------------------------------------------------------------------------------------------
 
     def call_changed(self, call: Call) -> None:
         """A call went between QUEUED, LEASED and DISPATCHED."""
-        if call.state is CallState.LEASED:
+        if call.state is CallState.LEASED and call.journalled:
             self._store.put_lease(call)
         self.changes.call_changed(call)
 
@@ -560,7 +566,8 @@ class Gate:
         if call.state.terminal or call.claimed:
             return
         self._finish(call, state, reason)
-        self._store.end_call(call)
+        if call.journalled:
+            self._store.end_call(call)
 
     def _finish(self, call: Call, state: CallState, reason: str) -> None:
         call.state = state
@@ -574,11 +581,16 @@ class Gate:
         if work is not None and not call.claimed:
             work.cancel()
         self._count(call)
-        call.arrival = replace(call.arrival, body=b"")  # on disk; what ended stays small in memory
-        call.plan = None
+        if call.journalled:
+            self._shrink(call)
         self.changes.call_changed(call)
         if not call.ended.done():
             call.ended.set_result(None)
+
+    def _shrink(self, call: Call) -> None:
+        """What ended stays small in memory: its body is on disk, its tokens are in the graph."""
+        call.arrival = replace(call.arrival, body=b"")
+        call.plan = None
 
     def _count(self, call: Call) -> None:
         totals, spent = call.rollout.totals, call.rollout.spent
@@ -594,8 +606,18 @@ class Gate:
             spent.completion_tokens += call.completion.count
 
 
+_UNSET = Sampling()
+
+
+def with_max_tokens(sampling: Sampling, limit: int | None) -> Sampling:
+    """The same with this limit; None is none."""
+    return sampling if sampling.max_tokens == limit else replace(sampling, max_tokens=limit)
+
+
 def merged(base: Sampling, override: Sampling) -> Sampling:
     """`base` with every field that `override` sets."""
+    if override == _UNSET:
+        return base
     changes = {f.name: value for f in fields(override) if (value := getattr(override, f.name)) is not None}
     return replace(base, **changes)
 

@@ -148,7 +148,7 @@ class Session:
         return calls
 
     def drain(self) -> Outbox:
-        """Everything there is to send now. A call that is no longer held (cancelled meanwhile) is left out of `calls`."""
+        """Everything there is to send now. A call that is no longer held (cancelled meanwhile) is left out."""
         box, self._outbox = self._outbox, Outbox()
         box.calls = [call for call in box.calls if call.holder is self]
         return box

@@ -1,4 +1,4 @@
-"""Calls leased by unary requests: a long poll takes some, each lease ends by itself unless it is answered or extended."""
+"""Calls leased by unary requests: a long poll takes some; a lease ends by itself unless it is answered or extended."""
 
 from __future__ import annotations
 

@@ -31,7 +31,6 @@ from penstock_chassis.errors import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
-    PenstockError,
     ResourceExhausted,
     Violation,
 )
@@ -209,8 +208,9 @@ class RunningProcess(ProcessSink):
             except TimeoutError:
                 pass
             await handle.kill()
-        except PenstockError as error:
-            _log.error("a timed-out process was not killed", process=self.spec.id, error=error.message)
+        except Exception:  # noqa: BLE001
+            # Nobody awaits this task: what went wrong must be seen, and the process's own end still is.
+            _log.exception("a timed-out process was not killed", process=self.spec.id)
         finally:
             self._killing -= 1
             self._settle()

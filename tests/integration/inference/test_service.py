@@ -21,6 +21,7 @@ from penstock_chassis.auth import Role
 from penstock_chassis.errors import PenstockError
 from penstock_codec import tiny
 from penstock_codec.codec import Codec
+from penstock_codec.files import TokenizerFiles
 from penstock_inference.testing import random_config, random_tensors, write_model
 
 Open = Callable[..., Any]
@@ -378,6 +379,90 @@ async def test_roles_may_do_what_their_table_says(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await bare.GetInfo(pb.GetInfoRequest())
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+MESSAGES = [
+    chat_pb2.Message(role=chat_pb2.ROLE_SYSTEM, parts=[chat_pb2.Part(text=chat_pb2.Text(text="be brief"))]),
+    chat_pb2.Message(role=chat_pb2.ROLE_USER, parts=[chat_pb2.Part(text=chat_pb2.Text(text="hello"))]),
+]
+TOOL = chat_pb2.Tool(name="bash", description="run", parameters_json_schema='{"type":"object"}')
+
+
+@pytest.fixture
+def chat_dir(tmp_path: Path) -> Path:
+    """A random model with a small ChatML tokenizer of its own vocabulary."""
+    config = random_config("qwen3", vocab_size=tiny.MIN_VOCAB, max_position_embeddings=4096, eos_token_id=2)
+    directory = write_model(tmp_path / "chat", config, random_tensors(config))
+    tiny.build(["hello"], tiny.MIN_VOCAB).write(directory)
+    return directory
+
+
+async def test_messages_render_to_the_ids_of_the_codec_and_completions_parse_back(
+    served: Open, chat_dir: Path, failure: Failure
+) -> None:
+    """R82: clients without the codec library get the same tokens from the service."""
+    codec = Codec.load(TokenizerFiles.from_directory(chat_dir))
+    call = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls"}}\n</tool_call>'
+    text = f"<think>\nhm\n</think>\n\nok{call}<|im_end|>"
+    async with served(chat_dir) as stub:
+        info = await stub.GetInfo(pb.GetInfoRequest())
+        prompt = pb.ChatPrompt(messages=MESSAGES, tools=[TOOL], thinking=False)
+        rendered = await stub.Render(pb.RenderRequest(prompt=prompt))
+        parsed = await stub.Parse(pb.ParseRequest(token_ids=ids(codec.encode(text))))
+        request = generate("r", max_tokens=4)
+        request.chat.CopyFrom(prompt)
+        events = [event async for event in stub.Generate(request)]
+        for bad in (
+            pb.ChatPrompt(messages=[chat_pb2.Message()]),
+            pb.ChatPrompt(messages=[chat_pb2.Message(role=chat_pb2.ROLE_USER, parts=[chat_pb2.Part()])]),
+            pb.ChatPrompt(messages=MESSAGES, template_options_json="[1]"),
+            pb.ChatPrompt(messages=MESSAGES, template_options_json='{"messages": 1}'),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Render(pb.RenderRequest(prompt=bad))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert info.tool_call_parser == "hermes"
+    shown = codec.decode(np.frombuffer(rendered.token_ids, "<i4"))
+    assert "be brief" in shown and "bash: run" in shown and shown.endswith("</think>\n\n")
+    assert events[-1].done.prompt_token_ids == rendered.token_ids
+    kinds = [part.WhichOneof("part") for part in parsed.message.parts]
+    assert kinds == ["reasoning", "text", "tool_call"]
+    assert parsed.message.parts[2].tool_call.arguments_json == '{"command": "ls"}'
+    assert parsed.finish_reason == chat_pb2.FINISH_REASON_TOOL_CALLS and parsed.malformed_tool_calls == 0
+
+
+async def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(served: Open, chat_dir: Path) -> None:
+    """R63, R82: the tokens of the stop text stay, nothing after them."""
+    codec = Codec.load(TokenizerFiles.from_directory(chat_dir))
+    async with served(chat_dir) as stub:
+        free = await completion(stub, generate("free", max_tokens=60))
+        tokens = np.frombuffer(free.span.token_ids, "<i4")
+        # Two printable neighbours of the completion make the stop text, so that it spans tokens.
+        plain = [n for n in range(5, tokens.size - 1) if all(9 <= t < 9 + 94 for t in tokens[n : n + 2])]
+        stop = codec.decode(tokens[plain[0] : plain[0] + 2])
+        stopped = await completion(stub, generate("stopped", max_tokens=60, stop=["never there", stop]))
+    cut = next(n for n in range(1, tokens.size + 1) if stop in codec.decode(tokens[:n]))
+    assert stopped.span.token_ids == tokens[:cut].tobytes()
+    assert stopped.finish_reason == chat_pb2.FINISH_REASON_STOP and stopped.stop_text == stop
+    assert list(stopped.sampling_used.stop) == ["never there", stop]
+
+
+async def test_without_a_tokenizer_nothing_is_rendered_or_parsed(
+    served: Open, model_dir: Path, failure: Failure
+) -> None:
+    """A declared capability."""
+    request = generate("r")
+    request.chat.CopyFrom(pb.ChatPrompt(messages=MESSAGES))
+    async with served(model_dir) as stub:
+        calls: list[Callable[[], Any]] = [
+            lambda: stub.Render(pb.RenderRequest(prompt=pb.ChatPrompt(messages=MESSAGES))),
+            lambda: stub.Parse(pb.ParseRequest(token_ids=ids([1]))),
+            lambda: completion(stub, request),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call()
+            assert failure(caught.value).reason == "CAPABILITY_MISSING"
 
 
 async def test_the_scripted_engine_speaks_the_same_protocol(served: Open, tmp_path: Path) -> None:

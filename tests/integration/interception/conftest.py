@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import openai
 import pytest
+
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.interception.v1 import intercept_service_pb2 as intercept
 from penstock.interception.v1 import intercept_service_pb2_grpc as intercept_grpc

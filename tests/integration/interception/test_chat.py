@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+
 from penstock.trajectory.v1 import trajectory_pb2
 
 TOOL = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+from tests.unit.driver.world import Directories, HttpGate, bash, say
 
 from penstock.driver.v1 import rollout_pb2
 from penstock_chassis.journal import Journal
@@ -18,7 +19,6 @@ from penstock_driver.records import Record, Records
 from penstock_driver.registry import AgentRegistry
 from penstock_driver.rollouts import Limits, RolloutOrder, Task, Verifier
 from penstock_driver.rpc.shown import encode_event, encode_outcome
-from tests.unit.driver.world import Directories, HttpGate, bash, say
 
 
 def write_then_stop(messages: list[dict[str, object]]) -> dict[str, object]:
@@ -43,11 +43,7 @@ class Driver:
             instruction="copy note.txt to out.txt",
             setup=(Command(shell="printf word > note.txt"),),
             verifier=Verifier(
-                commands=(
-                    Command(
-                        shell='cmp note.txt out.txt && echo 1 > "$PENSTOCK_REWARD_FILE" || echo 0.25 > "$PENSTOCK_REWARD_FILE"'
-                    ),
-                ),
+                commands=(Command(shell="cmp note.txt out.txt && r=1 || r=0.25; echo $r > $PENSTOCK_REWARD_FILE"),),
                 reward_by_file=True,
             ),
         )

@@ -1,15 +1,301 @@
-"""The course of a rollout, with the real shell agent."""
+"""The course of a rollout, with the real shell agent: every phase, every way out, nothing left behind."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
 from tests.unit.driver.conftest import Driver
+from tests.unit.driver.world import bash, say
+
+from penstock.driver.v1 import rollout_pb2
+from penstock_chassis.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from penstock_driver.launches import FileToWrite
+from penstock_driver.ports import Command, GateClosing
+from penstock_driver.rollouts import Limits, Verifier
+
+
+def failure(outcome: rollout_pb2.Outcome) -> tuple[str, str]:
+    assert outcome.HasField("failure"), outcome
+    return rollout_pb2.FailureCause.Name(outcome.failure.cause).removeprefix("FAILURE_CAUSE_"), outcome.failure.reason
+
+
+def with_task(driver: Driver, **changes: Any) -> Any:
+    order = driver.order()
+    return replace(order, task=replace(order.task, **changes))
 
 
 async def test_a_rollout_of_the_shell_agent_is_rewarded_by_its_verifier(driver: Driver) -> None:
-    """R57, R59, R79."""
+    """R57, R59, R71, R79: phases in order, setup and verifier reported with real exits, agent events in between."""
     record = await driver.start(driver.order())
     outcome = await driver.outcome(record)
-    for e in await driver.events(record.rollout_id):
-        print(e)
-    assert not outcome.HasField("failure"), outcome
-    assert outcome.reward.value == 1.0
+    assert not outcome.HasField("failure")
+    assert (outcome.reward.value, outcome.agent_exit.exit.code) == (1.0, 0)
+    events = await driver.events(record.rollout_id)
+    assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+    told = [
+        rollout_pb2.Phase.Name(event.phase_changed.phase).removeprefix("PHASE_")
+        if event.HasField("phase_changed")
+        else event.WhichOneof("event")
+        for event in events
+    ]
+    assert told == [
+        "QUEUED", "PREPARING", "command_finished", "CONFIGURING", "RUNNING", *["agent_event"] * 4, "VERIFYING",
+        "command_finished", "ENDED", "ended",
+    ]  # fmt: skip
+    assert driver.gate.closed == {record.rollout_id: "AGENT_EXITED"}
+
+
+async def test_the_agent_is_dead_and_its_credential_void_before_the_verifier_starts(driver: Driver) -> None:
+    """R60, R72: the order of the calls to the other services."""
+    await driver.run(driver.order())
+    calls = driver.sandboxes.calls
+    assert calls.index("watch") < calls.index("kill") < len(calls) - 1 - calls[::-1].index("run")
+
+
+async def test_rollouts_of_one_content_share_one_preparation(driver: Driver) -> None:
+    """R57: eight at once install once, set up once and fork eight times; another key prepares again."""
+    records = [await driver.start(driver.order()) for _ in range(8)]
+    outcomes = [await driver.outcome(record) for record in records]
+    assert [outcome.reward.value for outcome in outcomes] == [1.0] * 8
+    calls = driver.sandboxes.calls
+    assert [calls.count(name) for name in ("prepare_toolbox", "prepare_snapshot", "fork")] == [1, 1, 8]
+    await driver.run(driver.order(), key="another")
+    assert calls.count("prepare_snapshot") == 2
+
+
+async def test_a_failed_setup_ends_the_rollout_before_agent_verifier_and_reward(driver: Driver) -> None:
+    """R58: and says which command, with its exit code and output."""
+    setup = (Command(shell="true"), Command(shell="echo why >&2; exit 7"), Command(shell="true"))
+    record = await driver.start(with_task(driver, setup=setup))
+    outcome = await driver.outcome(record)
+    assert failure(outcome) == ("TASK", "SETUP_FAILED")
+    assert not outcome.HasField("reward")
+    events = await driver.events(record.rollout_id)
+    finished = [event.command_finished for event in events if event.HasField("command_finished")]
+    assert [(item.index, item.exit.code, item.stderr_tail) for item in finished] == [(0, 0, b""), (1, 7, b"why\n")]
+    assert not driver.gate.opened
+    assert "start" not in driver.sandboxes.calls
+
+
+async def test_a_snapshot_that_the_sandbox_service_dropped_is_made_again(driver: Driver) -> None:
+    """R51: a cache of ours is no reason to fail."""
+    await driver.run(driver.order())
+    driver.sandboxes.snapshots.clear()
+    assert (await driver.run(driver.order())).reward.value == 1.0
+    assert driver.sandboxes.calls.count("prepare_snapshot") == 2
+
+
+async def test_a_full_sandbox_service_is_waited_for(driver: Driver) -> None:
+    """R51: with the delay that it names."""
+    driver.sandboxes.fail["fork"] = [ResourceExhausted("full", reason="SANDBOX_LIMIT", retry_after_s=0.01)] * 3
+    assert (await driver.run(driver.order())).reward.value == 1.0
+
+
+async def test_an_agent_that_crashes_is_a_failure_that_may_still_be_graded(driver: Driver) -> None:
+    """R59, R74: exit code 4 after the file was half right."""
+    script: Iterator[dict[str, Any] | int] = iter([bash("true"), 400])
+    driver.gate.script = lambda _: next(script)
+    outcome = await driver.run(driver.order())
+    assert failure(outcome) == ("AGENT", "AGENT_CRASHED")
+    assert outcome.reward.value == 0.25
+    assert outcome.agent_exit.exit.code == 4
+
+
+async def test_an_agent_out_of_time_is_killed_with_all_that_it_started(driver: Driver) -> None:
+    """R37, R40, R59, R61."""
+    driver.gate.hold = asyncio.Event()
+    order = replace(driver.order(), limits=Limits(agent_s=0.5))
+    outcome = await driver.run(order)
+    assert failure(outcome) == ("TIMEOUT", "AGENT_TIMED_OUT")
+    assert outcome.reward.value == 0.25
+
+
+async def test_a_used_up_budget_is_the_cause_whatever_the_agent_made_of_it(driver: Driver) -> None:
+    """R88."""
+    driver.gate.closing = GateClosing("max_calls", 5, 0)
+    outcome = await driver.run(driver.order())
+    assert failure(outcome) == ("BUDGET", "BUDGET_EXHAUSTED")
+    assert outcome.HasField("reward")
+
+
+async def test_calls_without_an_answer_are_the_models_failure_and_not_the_agents(driver: Driver) -> None:
+    """R59: retriable, and not graded."""
+    driver.gate.script = lambda _: 400
+    driver.gate.closing = GateClosing("", 1, 1)
+    outcome = await driver.run(driver.order())
+    assert failure(outcome) == ("MODEL", "MODEL_CALL_FAILED")
+    assert outcome.failure.retriable
+    assert not outcome.HasField("reward")
+
+
+async def test_a_lost_sandbox_is_infrastructure_and_is_not_graded(driver: Driver) -> None:
+    """R43, R74."""
+    driver.gate.hold = asyncio.Event()
+    record = await driver.start(driver.order())
+    await driver.gate.called.wait()
+    driver.sandboxes.lost.update(driver.sandboxes.boxes)
+    driver.gate.hold.set()
+    outcome = await driver.outcome(record)
+    assert failure(outcome) == ("INFRASTRUCTURE", "SANDBOX_LOST")
+    assert not outcome.HasField("reward")
+
+
+@pytest.mark.parametrize(
+    "step", ["prepare_toolbox", "prepare_snapshot", "write_files", "start", "watch", "kill", "run"]
+)
+async def test_whatever_fails_after_a_sandbox_exists_everything_is_released(driver: Driver, step: str) -> None:
+    """R49: at every call to the sandbox service; the fixture asserts that no sandbox is left."""
+    order = with_task(driver, setup=())
+    error = Unavailable("injected", reason="INJECTED")
+    await driver.run(order)
+    driver.sandboxes.fail[step] = [error]
+    record = await driver.start(order, key="fresh" if step.startswith("prepare") else "k")
+    if step == "prepare_toolbox":
+        assert not (await driver.outcome(record)).HasField("failure"), "the toolbox was there already"
+        return
+    outcome = await driver.outcome(record)
+    assert failure(outcome) == ("INFRASTRUCTURE", "INJECTED")
+    assert outcome.failure.retriable
+    assert driver.gate.closed.keys() >= driver.gate.opened.keys()
+
+
+async def test_a_clean_up_that_fails_does_not_hide_the_cause(driver: Driver) -> None:
+    """R49: the outcome names the first cause, and an event tells of the rest."""
+    await driver.run(driver.order())
+    driver.sandboxes.fail["start"] = [FailedPrecondition("first", reason="FIRST")]
+    driver.sandboxes.fail["delete"] = [Unavailable("second", reason="SECOND")]
+    record = await driver.start(driver.order())
+    assert failure(await driver.outcome(record)) == ("INFRASTRUCTURE", "FIRST")
+    told = [event.progress.message for event in await driver.events(record.rollout_id) if event.HasField("progress")]
+    assert len(told) == 1
+    assert "second" in told[0]
+    driver.sandboxes.boxes.clear()
+
+
+async def test_cancelling_ends_a_rollout_from_anywhere_and_twice_is_once(driver: Driver) -> None:
+    """R70: while the agent waits for an answer; when cancel returns the sandbox is gone."""
+    driver.gate.hold = asyncio.Event()
+    record = await driver.start(driver.order())
+    await driver.gate.called.wait()
+    first, second = await asyncio.gather(
+        driver.fleet.cancel(record.rollout_id, "enough"), driver.fleet.cancel(record.rollout_id, "again")
+    )
+    assert not driver.sandboxes.boxes
+    assert first.outcome == second.outcome
+    outcome = await driver.outcome(record)
+    assert failure(outcome) == ("CANCELLED", "CANCELLED")
+    assert rollout_pb2.Phase.Name(outcome.failure.phase) == "PHASE_RUNNING"
+    assert "enough" in outcome.failure.message
+    again = await driver.fleet.cancel(record.rollout_id, "too late")
+    assert again.outcome == first.outcome
+
+
+async def test_a_rollout_that_waits_for_a_slot_is_cancelled_without_a_trace(driver: Driver) -> None:
+    """R70."""
+    driver.gate.hold = asyncio.Event()
+    running = [await driver.start(driver.order()) for _ in range(8)]
+    waiting = await driver.start(driver.order())
+    await driver.fleet.cancel(waiting.rollout_id, "")
+    assert failure(await driver.outcome(waiting)) == ("CANCELLED", "CANCELLED")
+    assert waiting.rollout_id not in driver.gate.opened
+    driver.gate.hold.set()
+    for record in running:
+        assert (await driver.outcome(record)).reward.value == 1.0
+
+
+async def test_a_task_without_a_verifier_is_not_graded(driver: Driver) -> None:
+    """R74: not graded is not zero."""
+    outcome = await driver.run(with_task(driver, verifier=None))
+    assert not outcome.HasField("failure")
+    assert not outcome.HasField("reward")
+
+
+async def test_the_verifier_sees_its_own_files_and_no_environment_of_the_agent(driver: Driver) -> None:
+    """R10, R72, R75: the agent laid links and a reward of its own; the verifier's files replace them all."""
+    lay = "mkdir t; ln -s /etc/passwd t/check.sh; ln -s t u; echo 1 > reward; env > env.txt"
+    driver.gate.script = lambda messages: say("ok") if messages[-1]["role"] == "tool" else bash(lay)
+    script = b'test -z "$TASK_SECRET" && test ! -L u && echo 0.5 > $PENSTOCK_REWARD_FILE'
+    check = FileToWrite("t/check.sh", script, 0o644)
+    verifier = Verifier(
+        commands=(Command(argv=("sh", "t/check.sh")),),
+        files=(check, FileToWrite("u/other.txt", b"x", 0o644)),
+        reward_by_file=True,
+    )
+    outcome = await driver.run(with_task(driver, verifier=verifier, env={"TASK_SECRET": "s"}))
+    assert outcome.reward.value == 0.5
+
+
+async def test_reward_by_passed_share_counts_every_command(driver: Driver) -> None:
+    """R73: all run, whatever the others gave; a command out of time has not passed."""
+    commands = tuple(Command(shell=text) for text in ("true", "false", "sleep 60", "true"))
+    verifier = Verifier(commands=commands, range_min=-1.0, range_max=1.0, command_timeout_s=0.3)
+    outcome = await driver.run(with_task(driver, verifier=verifier))
+    assert outcome.reward.value == 0.0
+    assert not outcome.HasField("failure")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("true", "REWARD_ABSENT"),
+        ("echo nan > $PENSTOCK_REWARD_FILE", "REWARD_OUT_OF_RANGE"),
+        ("echo 1.01 > $PENSTOCK_REWARD_FILE", "REWARD_OUT_OF_RANGE"),
+        ("echo good > $PENSTOCK_REWARD_FILE", "REWARD_INVALID"),
+        ("rm $PENSTOCK_REWARD_FILE", "REWARD_FILE_ABSENT"),
+        ("ln -sf /etc/hostname $PENSTOCK_REWARD_FILE", "REWARD_FILE_ABSENT"),
+    ],
+)
+async def test_a_reward_that_is_none_fails_the_verifier(driver: Driver, text: str, reason: str) -> None:
+    """R73, R74: never clipped, never zero."""
+    verifier = Verifier(commands=(Command(shell=text),), reward_by_file=True)
+    outcome = await driver.run(with_task(driver, verifier=verifier))
+    assert failure(outcome) == ("VERIFIER", reason)
+    assert not outcome.HasField("reward")
+
+
+async def test_instructions_of_any_size_and_form_reach_the_model_byte_for_byte(driver: Driver) -> None:
+    """R67: half a megabyte of every shell metacharacter."""
+    instruction = 'it\'s "$(x)" `y` \\ ; && | > * ? # \t é 漢 ' * 8000
+    await driver.run(with_task(driver, instruction=instruction))
+    assert driver.gate.requests[0][2]["messages"][1]["content"] == instruction
+
+
+async def test_durations_and_cause_are_recorded_on_every_way_out(driver: Driver) -> None:
+    """R62."""
+    driver.gate.fail["open"] = [FailedPrecondition("no", reason="TEMPLATE_UNSUPPORTED")]
+    record = await driver.start(driver.order())
+    outcome = await driver.outcome(record)
+    ended = await driver.fleet.get(record.rollout_id)
+    assert failure(outcome) == ("INFRASTRUCTURE", "TEMPLATE_UNSUPPORTED")
+    assert not outcome.failure.retriable
+    assert ended.end_time is not None
+    assert {phase.name for phase in ended.phase_times} == {"QUEUED", "PREPARING"}
+
+
+async def test_after_a_restart_what_ran_is_ended_and_released(driver: Driver) -> None:
+    """R50: as after a kill -9: the records say that it runs, and its sandbox carries its labels."""
+    record = await driver.start(driver.order())
+    await driver.outcome(record)
+    await driver.records._journal.execute(
+        "UPDATE rollouts SET end_time = NULL, outcome = NULL, phase = 5 WHERE rollout_id = ?", (record.rollout_id,)
+    )
+    await driver.records._journal.execute("DELETE FROM events WHERE sequence > 5")
+    labels = {"penstock_driver": "d1", "penstock_rollout": record.rollout_id}
+    driver.sandboxes._new(labels)
+    driver.sandboxes._new({"penstock_driver": "another"})
+    lost = await driver.fleet.recover()
+    assert list(lost) == [record.rollout_id]
+    driver.sandboxes.fail["delete_labelled"] = [Unavailable("not yet", reason="SANDBOX_UNREACHABLE")]
+    await driver.fleet.release_lost(lost)
+    assert [box.labels for box in driver.sandboxes.boxes.values()] == [{"penstock_driver": "another"}]
+    outcome = await driver.outcome(record)
+    assert failure(outcome) == ("INFRASTRUCTURE", "DRIVER_RESTARTED")
+    assert outcome.failure.retriable
+    events = await driver.events(record.rollout_id)
+    assert [event.sequence for event in events] == [1, 2, 3, 4, 5, 6]
+    assert events[-1].HasField("ended")
+    driver.sandboxes.boxes.clear()

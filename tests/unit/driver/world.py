@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError
 from penstock_driver.launches import FileToWrite
@@ -63,21 +63,22 @@ class Box:
 
 
 class Directories:
-    """`ports.Sandboxes` on plain directories. `fail` maps a method's name to the errors that its next calls raise."""
+    """`ports.Sandboxes` on plain directories. `fail` maps a method's name to what its next calls
+    raise, None being success."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
         self.boxes: dict[str, Box] = {}
         self.snapshots: dict[str, Path] = {}
         self.calls: list[str] = []
-        self.fail: dict[str, list[PenstockError]] = {}
+        self.fail: dict[str, list[PenstockError | None]] = {}
         self.facts = BackendFacts("local", True, "", True, True, True, False, True, True, True)
         self.lost: set[str] = set()
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
-        if self.fail.get(name):
-            raise self.fail[name].pop(0)
+        if self.fail.get(name) and (error := self.fail[name].pop(0)):
+            raise error
 
     def _new(self, labels: Mapping[str, str]) -> tuple[str, Box]:
         sandbox_id = f"s{len(self.calls)}-{os.urandom(4).hex()}"
@@ -285,7 +286,10 @@ Script = Callable[[list[dict[str, Any]]], dict[str, Any] | int]
 
 
 class HttpGate:
-    """`ports.Gate` with an HTTP endpoint that answers by a script. `hold` makes calls wait until it is set."""
+    """`ports.Gate` with an HTTP endpoint that answers by a script.
+
+    `hold` makes the calls that `holds` picks wait until it is set.
+    """
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -295,11 +299,12 @@ class HttpGate:
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.called = asyncio.Event()
         self.hold: asyncio.Event | None = None
+        self.holds: Callable[[dict[str, Any]], bool] = lambda body: True
         self.closing = GateClosing()
         self.fail: dict[str, list[PenstockError]] = {}
         self._server: asyncio.Server | None = None
 
-    async def __aenter__(self) -> HttpGate:
+    async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return self
 
@@ -320,7 +325,7 @@ class HttpGate:
                 body = json.loads(await reader.readexactly(int(headers["content-length"])))
                 self.requests.append((head[0].split(" ")[1], headers, body))
                 self.called.set()
-                if self.hold:
+                if self.hold and self.holds(body):
                     await self.hold.wait()
                 answer = self.script(body["messages"])
                 status = answer if isinstance(answer, int) else 200

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
@@ -37,6 +37,7 @@ def draw(logits: Floats, uniforms: Floats) -> NDArray[np.int64]:
     return Distribution(logits.copy()).draw(uniforms)
 
 
+@settings(deadline=None)
 @given(rows, st.integers(0, 45), st.floats(0.01, 1), st.floats(0, 1))
 def test_filters_leave_a_distribution_over_some_of_the_likeliest_tokens(
     row: Floats, top_k: int, top_p: float, min_p: float
@@ -55,6 +56,7 @@ def test_filters_leave_a_distribution_over_some_of_the_likeliest_tokens(
         assert (logprobs[alive] >= logprobs.max() + np.log(min_p) - 1e-9).all()
 
 
+@settings(deadline=None)
 @given(rows)
 def test_filters_that_are_off_change_nothing(row: Floats) -> None:
     """R63."""
@@ -62,6 +64,7 @@ def test_filters_that_are_off_change_nothing(row: Floats) -> None:
     np.testing.assert_allclose(filtered(row, row.size, 1.0, 0.0), logprobs, atol=1e-12)
 
 
+@settings(deadline=None)
 @given(rows, st.floats(0.01, 0.99))
 def test_top_p_keeps_the_fewest_tokens_that_reach_its_share(row: Floats, top_p: float) -> None:
     """R63."""
@@ -71,6 +74,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_its_share(row: Floats, top_p: 
     assert probabilities[alive].sum() - probabilities[alive].min() < top_p + 1e-9
 
 
+@settings(deadline=None)
 @given(rows, st.floats(0, 1, exclude_max=True), st.integers(1, 40))
 def test_a_draw_never_takes_a_token_that_was_filtered_out(row: Floats, uniform: float, top_k: int) -> None:
     """R82: the logprob of a sampled token is finite."""
@@ -81,6 +85,7 @@ def test_a_draw_never_takes_a_token_that_was_filtered_out(row: Floats, uniform: 
     assert distribution.logprobs(token)[0] == pytest.approx(kept[token[0]], abs=1e-12)
 
 
+@settings(deadline=None)
 @given(rows)
 def test_draws_over_the_unit_interval_split_it_by_probability(row: Floats) -> None:
     """R82: tokens are drawn with the probability that is reported."""
@@ -99,6 +104,7 @@ def test_the_extremes_of_the_unit_interval_give_the_first_and_last_live_tokens()
     assert draw(logits, np.array([np.nextafter(1.0, 0.0)])).tolist() == [3]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**63 - 1))
 def test_a_seed_gives_the_same_numbers_every_time_and_others_give_others(seed: int) -> None:
     """R63: a seed takes effect."""
@@ -108,6 +114,7 @@ def test_a_seed_gives_the_same_numbers_every_time_and_others_give_others(seed: i
     assert all(0 <= number < 1 for number in numbers)
 
 
+@settings(deadline=None)
 @given(rows, st.integers(1, 20))
 def test_top_logprobs_are_the_likeliest_in_order(row: Floats, count: int) -> None:
     """R83."""

@@ -29,11 +29,9 @@ Exit codes: 0 the model stopped calling tools; 2 bad usage or configuration; 3 t
 failing; 4 the endpoint refused the call (4xx); 5 the turn limit was reached; 6 the endpoint's reply was not understood.
 """
 
-
-
 import _json
 import _socket
-import os
+import posix
 import select
 import sys
 import time
@@ -105,7 +103,8 @@ def loads(text: str) -> "Any":
     text = text.strip()
     try:
         value, end = _scan(text, 0)
-    except StopIteration:
+    except (StopIteration, SystemError):
+        # SystemError: the scanner looks for the exception class of `json.decoder`, which is not imported here.
         raise ValueError("not JSON") from None
     except RecursionError:
         raise ValueError("JSON is nested too deeply") from None
@@ -130,7 +129,7 @@ def dumps(value: "Any") -> str:
 def emit(**event: "Any") -> None:
     data = (dumps(event) + "\n").encode()
     while data:
-        data = data[os.write(1, data) :]
+        data = data[posix.write(1, data) :]
 
 
 def read_config(path: str) -> "tuple[dict[str, Any], dict[str, Any]]":
@@ -325,7 +324,7 @@ def add_delta(message: "dict[str, Any]", calls: "dict[int, Any]", delta: "dict[s
 
 def ask(endpoint: Endpoint, config: "dict[str, Any]", request: "dict[str, Any]") -> "dict[str, Any]":
     """One model call, retried until it is answered, refused or out of attempts."""
-    body, idempotency_key = dumps(request).encode(), os.urandom(16).hex()
+    body, idempotency_key = dumps(request).encode(), posix.urandom(16).hex()
     attempt = 0
     while True:
         try:
@@ -351,18 +350,18 @@ def ask(endpoint: Endpoint, config: "dict[str, Any]", request: "dict[str, Any]")
 
 def run(command: str, timeout_s: float, limit: int) -> "tuple[str, int | None]":
     """Run one command with bash; (its output, its exit code or None when it ran out of time)."""
-    reader, writer = os.pipe()
-    actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)]
-    actions += [(os.POSIX_SPAWN_DUP2, writer, fd) for fd in (1, 2)]
+    reader, writer = posix.pipe()
+    actions: list[tuple[Any, ...]] = [(posix.POSIX_SPAWN_OPEN, 0, "/dev/null", posix.O_RDONLY, 0)]
+    actions += [(posix.POSIX_SPAWN_DUP2, writer, fd) for fd in (1, 2)]
     try:
-        pid = os.posix_spawnp("bash", ["bash", "-c", command], os.environ, file_actions=actions, setpgroup=0)
+        pid = posix.posix_spawnp("bash", ["bash", "-c", command], posix.environ, file_actions=actions, setpgroup=0)
     except OSError:
-        os.close(reader)
+        posix.close(reader)
         raise
     finally:
-        os.close(writer)
-    os.set_blocking(reader, False)
-    exited = os.pidfd_open(pid)
+        posix.close(writer)
+    posix.set_blocking(reader, False)
+    exited = posix.pidfd_open(pid)
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     poll.register(exited, select.POLLIN)
@@ -376,21 +375,21 @@ def run(command: str, timeout_s: float, limit: int) -> "tuple[str, int | None]":
         if not ready:
             break
         if any(fd == exited for fd, _ in ready):
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            code = posix.waitstatus_to_exitcode(posix.waitpid(pid, 0)[1])
         try:
-            data = os.read(reader, 65536)
+            data = posix.read(reader, 65536)
             while data:
                 total += len(data)
                 head, tail = head + data[: limit - len(head)], (tail + data)[-(limit // 2) :]
-                data = os.read(reader, 65536)
+                data = posix.read(reader, 65536)
             poll.unregister(reader)
         except (BlockingIOError, KeyError):
             pass
     if code is None:
-        os.killpg(pid, 9)
-        os.waitpid(pid, 0)
-    os.close(reader)
-    os.close(exited)
+        posix.killpg(pid, 9)
+        posix.waitpid(pid, 0)
+    posix.close(reader)
+    posix.close(exited)
     if total > limit:
         head = head[: limit - limit // 2] + b"\n[%d bytes left out]\n" % (total - limit) + tail
     text = head.decode("utf-8", "replace")

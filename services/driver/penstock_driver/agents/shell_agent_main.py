@@ -3,8 +3,6 @@
 A program of its own because Python keeps the compiled form of a module but not of a script.
 """
 
-
-
 import sys
 
 sys.path.insert(0, __file__.rpartition("/")[0] + "/../lib")

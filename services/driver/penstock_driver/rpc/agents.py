@@ -22,7 +22,7 @@ from penstock_driver.rpc.values import (
     timestamp,
     toolbox_to_proto,
 )
-from penstock_driver.specs import AgentSpec, Delivery, EventSource, OptionType, parse_spec
+from penstock_driver.specs import AgentSpec, Delivery, EventSource, OptionType, parse_spec, whole_numbers
 
 EVENT_KINDS: Final[Mapping[EventKind, agent_pb2.AgentEventKind.ValueType]] = {
     EventKind.IGNORED: agent_pb2.AGENT_EVENT_KIND_UNSPECIFIED,
@@ -190,7 +190,7 @@ def _config_file(file: agent_pb2.ConfigFile) -> dict[str, Any]:
     if kind == "text":
         data["text"] = file.text
     elif kind:
-        data[kind] = _integers(struct_to_dict(getattr(file, kind)))
+        data[kind] = whole_numbers(struct_to_dict(getattr(file, kind)))
     if file.HasField("mode"):
         data["mode"] = file.mode
     return data
@@ -203,22 +203,11 @@ def _option(option: agent_pb2.AgentOption) -> dict[str, Any]:
         "name": option.name,
         "description": option.description,
         "type": _known(_TYPES, option.type, "options.type"),
-        "choices": _integers(choices) if whole else choices,
+        "choices": whole_numbers(choices) if whole else choices,
         "default": _plain(option.default_value) if option.HasField("default_value") else None,
         "minimum": option.minimum if option.HasField("minimum") else None,
         "maximum": option.maximum if option.HasField("maximum") else None,
     }
-
-
-def _integers(value: Any) -> Any:
-    """Whole numbers as integers, all the way down: a Struct has doubles only, and `4.0` is not `4` to every program."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return int(value)
-    if isinstance(value, list):
-        return [_integers(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _integers(item) for key, item in value.items()}
-    return value
 
 
 def _plain(value: Value) -> Any:

@@ -136,6 +136,9 @@ def fill_in(trajectory: trajectory_pb2.Trajectory, record: Record) -> None:
     outcome = rollout_pb2.Outcome.FromString(record.outcome or b"")
     spec = rollout_pb2.RolloutSpec.FromString(record.spec)
     trajectory.rollout_id = record.rollout_id
+    # The gate's own record also has the labels by which the driver finds what it left there.
+    trajectory.labels.clear()
+    trajectory.labels.update(record.labels)
     if record.group_id:
         trajectory.group_id = record.group_id
         trajectory.group_index = record.index

@@ -127,6 +127,8 @@ class Sampling:
     """No stop token is sampled before this many tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """In addition to the model's own."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion with the token that completes one of them."""
     ignore_eos: bool = False
     """Do not stop at the model's own stop tokens."""
     seed: int | None = None
@@ -212,12 +214,15 @@ class Done:
     logprobs: Logprobs
     version_spans: tuple[VersionSpan, ...]
     stop_token_id: int | None
+    """The stop token that ended it; None when none did."""
     prompt_tokens: int
     cached_tokens: int
     timings: Timings
     seed: int
     """The seed in use, drawn or given: the same seed repeats the completion."""
     top: TopLogprobs | None = None
+    stop_text: str | None = None
+    """The stop text that ended it."""
 
 
 GenerateEvent = Started | Delta | Done

@@ -11,6 +11,8 @@ from penstock_inference.engines.base import Sampling, TokenIds
 
 MAX_TEMPERATURE = 5.0
 MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
 MAX_SEED = 2**63 - 1
 
 
@@ -25,6 +27,8 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> list[Violation]:
         ("min_p", 0 <= s.min_p <= 1, "must be in [0, 1]"),
         ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, "must be in [0, max_tokens]"),
         ("stop_token_ids", all(0 <= t < vocab_size for t in s.stop_token_ids), f"must be in [0, {vocab_size})"),
+        ("stop", len(s.stop) <= MAX_STOPS, f"must be at most {MAX_STOPS} texts"),
+        ("stop", all(0 < len(t) <= MAX_STOP_LENGTH for t in s.stop), f"must be of 1 to {MAX_STOP_LENGTH} characters"),
         ("seed", s.seed is None or 0 <= s.seed <= MAX_SEED, "must be in [0, 2**63)"),
         ("repetition_penalty", math.isfinite(s.repetition_penalty) and s.repetition_penalty > 0, "must be above 0"),
         ("presence_penalty", math.isfinite(s.presence_penalty), "must be finite"),

@@ -198,7 +198,7 @@ class ScriptedEngine:
             max_concurrency=self._stats.slots,
             stop_token_ids=self._codec.stop_token_ids,
             # Whatever the sampling says, the script is the answer: only max_tokens can show.
-            sampling_fields=SAMPLING_FIELDS,
+            sampling_fields=tuple(name for name in SAMPLING_FIELDS if name != "stop"),
             dtype="none",
             parameter_count=0,
             logprobs_mode=LogprobsMode.SCRIPTED,
@@ -222,6 +222,8 @@ class ScriptedEngine:
         if self._closed:
             raise Unavailable("the engine is closed", reason="ENGINE_CLOSED")
         violations = check_sampling(request.sampling, self._codec.vocab_size)
+        if request.sampling.stop:
+            violations.append(Violation("sampling.stop", "is not honoured by a script"))
         violations += check_prompt(
             request.prompt_token_ids, request.sampling.max_tokens, self._codec.vocab_size, self._max_context
         )

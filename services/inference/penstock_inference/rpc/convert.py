@@ -75,20 +75,10 @@ def token_ids(data: bytes, field: str) -> TokenIds:
     return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
-def generate_request(message: pb.GenerateRequest, info: EngineInfo) -> GenerateRequest:
+def generate_request(message: pb.GenerateRequest, prompt: TokenIds, info: EngineInfo) -> GenerateRequest:
     """Raises InvalidArgument or Unsupported for what the message alone shows to be wrong."""
     if message.adapter:
         raise missing_capability("adapters")
-    kind = message.WhichOneof("prompt")
-    if kind is None:
-        raise invalid("prompt", "is not set")
-    if kind == "chat":
-        raise Unsupported(
-            "this engine takes token ids; render the messages first (Render, or the codec library)",
-            reason="CAPABILITY_MISSING",
-            metadata={"capability": "chat_prompt"},
-        )
-    prompt = token_ids(message.token_ids, "token_ids")
     version = message.version
     return GenerateRequest(
         request_id=message.request_id,
@@ -128,11 +118,13 @@ def sampling(message: chat_pb2.Sampling, info: EngineInfo, prompt_tokens: int) -
     # A prompt that fills the context leaves no token, which the engine refuses in its own words.
     given: dict[str, Any] = {"max_tokens": max(1, info.max_context_tokens - prompt_tokens)}
     given |= {name: getattr(message, name) for name in _NUMBERS if message.HasField(name)}  # type: ignore[arg-type]
-    return Sampling(stop_token_ids=tuple(message.stop_token_ids), **given)
+    return Sampling(stop_token_ids=tuple(message.stop_token_ids), stop=tuple(message.stop), **given)
 
 
-def generate_event(event: GenerateEvent, request: GenerateRequest, info: EngineInfo) -> pb.GenerateResponse:
-    """One event of a generation."""
+def generate_event(
+    event: GenerateEvent, request: GenerateRequest, info: EngineInfo, *, show_prompt: bool
+) -> pb.GenerateResponse:
+    """One event of a generation; `show_prompt` for a prompt that was rendered here."""
     if isinstance(event, Started):
         return pb.GenerateResponse(
             started=pb.GenerateStarted(
@@ -146,7 +138,10 @@ def generate_event(event: GenerateEvent, request: GenerateRequest, info: EngineI
         return pb.GenerateResponse(
             delta=pb.GenerateDelta(span=_token_span(event.token_ids, event.logprobs, span, event.top, info))
         )
-    return pb.GenerateResponse(done=pb.GenerateDone(completion=_completion(event, request, info)))
+    done = pb.GenerateDone(completion=_completion(event, request, info))
+    if show_prompt:
+        done.prompt_token_ids = request.prompt_token_ids.astype("<i4", copy=False).tobytes()
+    return pb.GenerateResponse(done=done)
 
 
 def _completion(done: Done, request: GenerateRequest, info: EngineInfo) -> completion_pb2.Completion:
@@ -169,6 +164,8 @@ def _completion(done: Done, request: GenerateRequest, info: EngineInfo) -> compl
     )
     if done.stop_token_id is not None:
         completion.stop_token_id = done.stop_token_id
+    elif done.stop_text is not None:
+        completion.stop_text = done.stop_text
     return completion
 
 
@@ -197,6 +194,7 @@ def _sampling_used(used: Sampling, seed: int) -> chat_pb2.Sampling:
         min_p=used.min_p,
         max_tokens=used.max_tokens,
         min_tokens=used.min_tokens,
+        stop=used.stop,
         stop_token_ids=used.stop_token_ids,
         seed=seed,
         presence_penalty=used.presence_penalty,
@@ -210,8 +208,8 @@ def _sampling_used(used: Sampling, seed: int) -> chat_pb2.Sampling:
     return message
 
 
-def info_response(info: EngineInfo, files: TokenizerDirectory) -> pb.GetInfoResponse:
-    """What is served."""
+def info_response(info: EngineInfo, files: TokenizerDirectory, parser: str) -> pb.GetInfoResponse:
+    """What is served; `parser` is the codec's, which reads tool calls and reasoning alike."""
     can = info.capabilities
     return pb.GetInfoResponse(
         engine=info.engine,
@@ -241,6 +239,8 @@ def info_response(info: EngineInfo, files: TokenizerDirectory) -> pb.GetInfoResp
         paused=info.paused,
         dtype=info.dtype,
         parameter_count=info.parameter_count,
+        tool_call_parser=parser,
+        reasoning_parser="" if parser == "none" else parser,
     )
 
 

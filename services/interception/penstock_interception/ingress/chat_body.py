@@ -1,7 +1,7 @@
 """OpenAI Chat Completions: the request's shape, checked by pydantic, and its translation into a `ChatRequest`.
 
-Fields that change nothing here are accepted and recorded as ignored (R33); what cannot be honoured and would change what
-the agent gets is refused with the field's name.
+Fields that change nothing here are accepted and recorded as ignored (R33); what cannot be honoured and would change
+what the agent gets is refused with the field's name.
 """
 
 from __future__ import annotations

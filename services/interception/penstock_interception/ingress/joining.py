@@ -2,8 +2,8 @@
 
 An SDK that loses its connection, or gets an error that it may retry, sends its request again. One generation, one turn:
 
-1. A request with an `Idempotency-Key` is the call with that key: it joins it, or gets its answer again. The same key with
-   another body is refused.
+1. A request with an `Idempotency-Key` is the call with that key: it joins it, or gets its answer again. The same key
+   with another body is refused.
 2. A request that says that it is a retry (`x-stainless-retry-count` above 0) is the last call with the same body.
 3. Any other request with the body of an open call whose connections are all gone, or of an answered call whose answer
    was never written out completely, is that call: nobody else can be waiting for it.

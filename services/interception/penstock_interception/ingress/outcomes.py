@@ -1,7 +1,7 @@
 """What an agent is told when there is no answer. Internal reasons stay inside (R8).
 
-Statuses are chosen by what SDKs do with them: the OpenAI SDKs and ai-sdk repeat 408, 409, 429 and 5xx, so a refusal that
-cannot change is none of those.
+Statuses are chosen by what SDKs do with them: the OpenAI SDKs and ai-sdk repeat 408, 409, 429 and 5xx, so a refusal
+that cannot change is none of those.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ CLASSES = {
     CallClass.TITLE: trajectory_pb2.CALL_CLASS_TITLE,
     CallClass.PROBE: trajectory_pb2.CALL_CLASS_PROBE,
     CallClass.EDIT: trajectory_pb2.CALL_CLASS_EDIT,
-    CallClass.RETRY: trajectory_pb2.CALL_CLASS_EDIT,
+    CallClass.RETRY: trajectory_pb2.CALL_CLASS_RETRY,
 }
 STATES = {
     CallState.QUEUED: trajectory_pb2.CALL_STATE_QUEUED,
@@ -143,7 +143,7 @@ def sampling_to(sampling: Sampling) -> chat_pb2.Sampling:
 
 def sampling_from(message: chat_pb2.Sampling) -> Sampling:
     """Unset stays unset (R64)."""
-    known: dict[str, Any] = {name: getattr(message, name) for name in _SAMPLING if message.HasField(name)}
+    known: dict[str, Any] = {name: getattr(message, name) for name in _SAMPLING if message.HasField(name)}  # type: ignore[arg-type]
     return Sampling(
         **known,
         stop=tuple(message.stop) or None,

@@ -203,7 +203,10 @@ def _sample_to(sample: Sample) -> pb.Sample:
         logprobs=sample.logprobs.astype("<f4", copy=False).tobytes(),
         logprobs_mode=convert.mode_to(sample.logprobs_mode),
         versions=convert.versions_to(sample.versions),
-        turns=[pb.TurnSpan(call_id=turn.call_id, start=turn.start, end=turn.end) for turn in sample.turns],
+        turns=[
+            pb.TurnSpan(call_id=turn.call_id, start=turn.start, end=turn.end, untrained_reason=turn.untrained)
+            for turn in sample.turns
+        ],
         prompt_count=sample.prompt_count,
         weight=sample.weight,
         branch_class=convert.CLASSES[sample.call_class],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -109,7 +109,7 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
 
     async def WaitProcess(self, request: pb.WaitProcessRequest, context: Context) -> pb.WaitProcessResponse:  # noqa: N802
         process = self._find(request)
-        left = context.time_remaining()
+        left = cast("float | None", context.time_remaining())
         try:
             async with asyncio.timeout(left * _PART_OF_DEADLINE if left is not None else None):
                 await process.ended.wait()

@@ -9,9 +9,11 @@ import time
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Sequence_
 from contextlib import aclosing
+from pathlib import Path
 from typing import Self
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from penstock_chassis.errors import (
     Aborted,
@@ -21,6 +23,7 @@ from penstock_chassis.errors import (
     Unavailable,
     Violation,
 )
+from penstock_codec.decoding import Detokenizer
 from penstock_inference.engines.base import (
     SAMPLING_FIELDS,
     Capabilities,
@@ -45,6 +48,7 @@ from penstock_inference.engines.numpy.model import ModelConfig, Weights
 from penstock_inference.engines.numpy.scheduler import Scheduler
 from penstock_inference.engines.numpy.sequence import Sequence
 from penstock_inference.engines.numpy.worker import Worker
+from penstock_inference.engines.stops import StopTexts
 
 DEFAULT_CONTEXT_TOKENS = 4096
 
@@ -76,8 +80,10 @@ class NumpyEngine:
     and `start`. All methods belong to the event loop that called `start`.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, options: EngineOptions) -> None:
-        """Raises FailedPrecondition for a model or a cache that is too large."""
+    def __init__(
+        self, config: ModelConfig, weights: Weights, options: EngineOptions, tokenizer: Tokenizer | None = None
+    ) -> None:
+        """Without a tokenizer, stop texts are refused. Raises FailedPrecondition for what is too large."""
         config.check_size()
         if options.extra:
             raise_violations([Violation(f"engine_options.{name}", "not an option of numpy") for name in options.extra])
@@ -95,6 +101,8 @@ class NumpyEngine:
             )
         self._scheduler = Scheduler(config, weights, self._slots, self._max_context)
         self._worker = Worker(self._scheduler)
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._known_ids = 0 if tokenizer is None else tokenizer.get_vocab_size()
         self._request_ids: set[str] = set()
         self._update: _Update | None = None
 
@@ -105,7 +113,8 @@ class NumpyEngine:
         def build() -> NumpyEngine:
             config = ModelConfig.from_directory(options.model_dir)
             config.check_size()
-            return cls(config, Weights.from_directory(config, options.model_dir), options)
+            tokenizer = _tokenizer(options.model_dir / "tokenizer.json")
+            return cls(config, Weights.from_directory(config, options.model_dir), options, tokenizer)
 
         engine = await asyncio.to_thread(build)
         engine.start()
@@ -132,7 +141,7 @@ class NumpyEngine:
             max_context_tokens=self._max_context,
             max_concurrency=self._slots,
             stop_token_ids=self._config.stop_token_ids,
-            sampling_fields=SAMPLING_FIELDS,
+            sampling_fields=tuple(f for f in SAMPLING_FIELDS if f != "stop" or self._detokenizer is not None),
             dtype="float32",
             parameter_count=self._config.parameter_count,
             logprobs_mode=LogprobsMode.PROCESSED,
@@ -151,6 +160,8 @@ class NumpyEngine:
         self._check(request)
         seed = request.sampling.seed
         sequence = Sequence(request, secrets.randbelow(MAX_SEED + 1) if seed is None else seed)
+        if request.sampling.stop and self._detokenizer is not None:
+            sequence.stop_texts = StopTexts(self._detokenizer, request.sampling.stop, self._known_ids)
         if request.request_id in self._request_ids:
             raise AlreadyExists(f"request {request.request_id} is in flight", reason="REQUEST_IN_FLIGHT")
         if self._worker.in_flight >= self._slots + self._max_waiting:
@@ -293,6 +304,8 @@ class NumpyEngine:
         violations += check_prompt(
             request.prompt_token_ids, request.sampling.max_tokens, self._config.vocab_size, self._max_context
         )
+        if request.sampling.stop and self._detokenizer is None:
+            violations.append(Violation("sampling.stop", "needs a tokenizer, which the model directory does not have"))
         if not request.request_id:
             violations.append(Violation("request_id", "must not be empty"))
         if request.exact_policy_version is not None and request.min_policy_version is not None:
@@ -302,3 +315,12 @@ class NumpyEngine:
             if len(stops) >= self._config.vocab_size:
                 violations.append(Violation("sampling.min_tokens", "every token of the vocabulary is a stop token"))
         raise_violations(violations)
+
+
+def _tokenizer(path: Path) -> Tokenizer | None:
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the binding raises bare Exception for any malformed file
+        raise FailedPrecondition(f"{path.name} cannot be loaded: {error}", reason="MODEL_UNREADABLE") from error

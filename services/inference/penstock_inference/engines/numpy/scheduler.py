@@ -33,6 +33,11 @@ from penstock_inference.engines.numpy.slots import Slots
 PREFILL_TOKENS_PER_STEP = 512
 """Prompt tokens that one step computes at most, so that decoding sequences wait for a bounded time."""
 
+PREFILL_SCORES_PER_STEP = 4 << 20
+"""Attention scores (tokens x heads x context) of one sequence's prompt in one step at most: 16 MiB, and some 0.1 s."""
+
+_LEAST_PREFILL = 16
+
 DELTA_INTERVAL_S = 0.05
 """A streaming request hears of its tokens at most this often: a message for each would cost more than the token."""
 
@@ -110,7 +115,7 @@ class Scheduler:
         self._counts["aborted"] += len(ended)
         for sequence in ended:
             self._let_go(sequence)
-        return [event for s in ended for event in self._end(s, FinishReason.ABORT, None)]
+        return [event for s in ended for event in self._end(s, FinishReason.ABORT)]
 
     def stats(self) -> EngineStats:
         """Counters and gauges."""
@@ -194,7 +199,9 @@ class Scheduler:
             )
             (decoding if last else prefilling).append(sequence)
         for sequence in sorted(prefilling, key=lambda s: s.admitted_at):
-            tokens = min(budget, sequence.prompt.size - int(self._slots.written[sequence.slot]))
+            start = int(self._slots.written[sequence.slot])
+            most = max(_LEAST_PREFILL, PREFILL_SCORES_PER_STEP // (self._config.heads * (start + budget + 1)))
+            tokens = min(budget, most, sequence.prompt.size - start)
             if tokens:
                 chunks.append((sequence, tokens))
                 budget -= tokens
@@ -278,19 +285,28 @@ class Scheduler:
         sequence.record(token, logprob, self.version)
         if sequence.request.stream and now - sequence.told_at >= DELTA_INTERVAL_S:
             events.append((sequence, sequence.delta(now)))
+        text = sequence.stop_texts.push(token) if sequence.stop_texts is not None else None
         if token in sequence.stop_ids:
-            self._finish(sequence, FinishReason.STOP, token, events)
+            self._finish(sequence, FinishReason.STOP, events, stop_token_id=token)
+        elif text is not None and len(sequence.token_ids) >= sequence.request.sampling.min_tokens:
+            self._finish(sequence, FinishReason.STOP, events, stop_text=text)
         elif len(sequence.token_ids) == sequence.request.sampling.max_tokens:
-            self._finish(sequence, FinishReason.LENGTH, None, events)
+            self._finish(sequence, FinishReason.LENGTH, events)
         else:
             self._slots.ids[sequence.slot, sequence.prompt.size + len(sequence.token_ids) - 1] = token
 
     def _finish(
-        self, sequence: Sequence, reason: FinishReason, stop: int | None, events: list[tuple[Sequence, Event]]
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        events: list[tuple[Sequence, Event]],
+        *,
+        stop_token_id: int | None = None,
+        stop_text: str | None = None,
     ) -> None:
         self._counts["finished"] += 1
         self._let_go(sequence)
-        events.extend(self._end(sequence, reason, stop))
+        events.extend(self._end(sequence, reason, stop_token_id, stop_text))
 
     def _score(self, sequence: Sequence, hidden: Array, events: list[tuple[Sequence, Event]]) -> None:
         """Logprobs of the tokens that follow each row of this piece of the prompt."""
@@ -333,7 +349,13 @@ class Scheduler:
             del self._running[sequence.slot]
             self._slots.release(sequence.slot)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_token_id: int | None) -> list[tuple[Sequence, Event]]:
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        stop_token_id: int | None = None,
+        stop_text: str | None = None,
+    ) -> list[tuple[Sequence, Event]]:
         now = time.monotonic()
         rest: list[tuple[Sequence, Event]] = [(sequence, sequence.delta(now))] if sequence.untold else []
         admitted = sequence.admitted_at or now
@@ -349,5 +371,6 @@ class Scheduler:
             timings=Timings(admitted - sequence.queued_at, first - admitted, now - first),
             seed=sequence.seed,
             top=sequence.all_top(),
+            stop_text=stop_text,
         )
         return [*rest, (sequence, done)]

@@ -19,6 +19,7 @@ from penstock_inference.engines.base import (
     VersionSpan,
 )
 from penstock_inference.engines.numpy.sampling import Uniforms
+from penstock_inference.engines.stops import StopTexts
 
 Event = GenerateEvent | Scores | PenstockError
 """What a request is told; an error ends it."""
@@ -37,6 +38,7 @@ class Sequence:
     first_token_at: float = 0.0
     slot: int = -1
     cached: int = 0
+    stop_texts: StopTexts | None = None
     uniforms: Uniforms | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

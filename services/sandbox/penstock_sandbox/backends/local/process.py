@@ -138,7 +138,7 @@ class LocalProcess(ProcessHandle):
 
     async def signal(self, number: int) -> None:
         try:
-            await self._sandbox.door({"op": "signal", "pid": self.pid, "signal": number})
+            await self._sandbox.door({"op": "signal", "pid": self.pid, "signal": int(number)})
         except Refused as refusal:
             if refusal.errno != errno.ESRCH:
                 raise Internal(f"the signal was not sent: {refusal.what}", reason="SIGNAL_FAILED") from refusal

@@ -103,6 +103,8 @@ class _CallClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CallClass.V
     """A reachability or quota probe."""
     CALL_CLASS_EDIT: _CallClass.ValueType  # 6
     """A history that was edited in place."""
+    CALL_CLASS_RETRY: _CallClass.ValueType  # 7
+    """The same messages asked again, of which another answer is the one that the agent went on with."""
 
 class CallClass(_CallClass, metaclass=_CallClassEnumTypeWrapper):
     """What a call was for. Every call is labelled, none is dropped."""
@@ -120,6 +122,8 @@ CALL_CLASS_PROBE: CallClass.ValueType  # 5
 """A reachability or quota probe."""
 CALL_CLASS_EDIT: CallClass.ValueType  # 6
 """A history that was edited in place."""
+CALL_CLASS_RETRY: CallClass.ValueType  # 7
+"""The same messages asked again, of which another answer is the one that the agent went on with."""
 Global___CallClass: _TypeAlias = CallClass  # noqa: Y015
 
 class _CallState:
@@ -440,19 +444,25 @@ class TurnSpan(_message.Message):
     CALL_ID_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    UNTRAINED_REASON_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     start: _builtins.int
     end: _builtins.int
+    untrained_reason: _builtins.str
+    """Why its tokens are masked 0; empty when they are masked 1. SHARED: another sample of the rollout trains them. TRUNCATED: a
+    limit cut it. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and the name of a class that is not trained.
+    """
     def __init__(
         self,
         *,
         call_id: _builtins.str = ...,
         start: _builtins.int = ...,
         end: _builtins.int = ...,
+        untrained_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "end", b"end", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "end", b"end", "start", b"start", "untrained_reason", b"untrained_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

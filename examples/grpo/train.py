@@ -1,0 +1,209 @@
+"""GRPO on real coding-agent rollouts, on a laptop: a small decoder learns to complete shell tasks.
+
+    python examples/grpo/train.py --seed 1                  (or `make demo SEED=1`)
+
+Each step starts 8 groups of 8 rollouts. A rollout is a real agent process in its own sandbox; its model calls wait at
+the gate until this program answers them with what the inference service samples; a verifier in the sandbox makes the
+reward. The captured tokens and logprobs become one GRPO update, and the new weights are pushed back, one policy version
+later. What a run leaves behind is in runs/demo/latest. The seed decides everything: weights, tasks, and each sampled
+token, whatever the order in which calls arrive.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import shutil
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+import model
+from display import Display, Metrics, recent, save_picture
+from learner import Learner, Row, advantages
+from penstock.client import (
+    Budgets,
+    GroupHandle,
+    InterceptSession,
+    ModelCall,
+    Penstock,
+    ResultRejected,
+    RolloutResult,
+    connect,
+)
+from penstock.client.export import Table, write_jsonl
+from penstock.client.stack import LocalStack
+from tasks import TASKS, CopyTask, Corpus, build_codec
+
+PROMPTS, GROUP_SIZE = 8, 8
+MAX_STEPS, GOAL, WINDOW = 100, 0.98, 10
+BUDGETS = Budgets(max_calls=4, max_tokens_per_call=48)  # a good rollout makes 3 calls of at most 26 tokens
+RUNS = Path(__file__).resolve().parents[2] / "runs" / "demo"
+
+
+async def train(seed: int, max_steps: int, run: Path, display: Display) -> list[Metrics]:
+    """One training run; answers its metrics. Everything that it makes is in `run`."""
+    start = time.perf_counter()
+    codec = build_codec()
+    learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed)
+    display.say("warm start: learning the tool-call format from examples ...")
+    await asyncio.to_thread(warm_start, learner, Corpus(codec), codec.files.tokenizer_sha256, seed, display)
+    model.export(learner.params, learner.config, codec.files, run / "initial")
+
+    display.say("starting the four services ...")
+    history: list[Metrics] = []
+    trajectories = []
+    stack = LocalStack(model_dir=run / "initial", state_dir=run / "services")
+    async with stack, connect(stack.endpoints) as ps, ps.intercept(run_id=run.name, policy_version=0) as session:
+        answering = asyncio.create_task(answer_calls(ps, session))
+        order = np.random.default_rng(seed)
+        for step in range(max_steps):
+            began = time.perf_counter()
+            display.say(f"step {step + 1}: {PROMPTS * GROUP_SIZE} agents at work ...")
+            chosen = [TASKS[i] for i in order.permutation(len(TASKS))[:PROMPTS]]
+            groups = await asyncio.gather(*(start_group(ps, run.name, step, i, task) for i, task in enumerate(chosen)))
+            results = await asyncio.gather(*(group.results() for group in groups))
+
+            display.say(f"step {step + 1}: learning ...")
+            loss, gap = await asyncio.to_thread(learner.update, scored_rows(results))
+            await ps.inference.update_weights(step + 1, learner.weights())
+            session.announce(step + 1)
+
+            flat = [result for group in results for result in group]
+            trajectories += [result.trajectory for result in flat if result.trajectory is not None]
+            rewards = [reward for result in flat if (reward := reward_of(result)) is not None]
+            if not rewards:
+                raise SystemExit(f"no rollout of step {step + 1} was graded; the first says: {flat[0].failure}")
+            history.append(
+                Metrics(
+                    step=step + 1,
+                    success=sum(reward == 1.0 for reward in rewards) / len(rewards),
+                    reward_mean=sum(rewards) / len(rewards),
+                    policy_version=step,
+                    seconds=round(time.perf_counter() - began, 3),
+                    rollouts=len(flat),
+                    tokens=sum(sampled_tokens(result) for result in flat),
+                    ungraded=len(flat) - len(rewards),
+                    loss=loss,
+                    logprob_gap=gap,
+                    elapsed=round(time.perf_counter() - start, 3),
+                )
+            )
+            display.step(history[-1])
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(history[-1]) + "\n")
+            if len(history) >= WINDOW and recent(history, WINDOW) >= GOAL:
+                break
+        session.finish()
+        await answering
+    display.say("saving ...")
+    model.export(learner.params, learner.config, codec.files, run / "model")
+    write_jsonl(trajectories, run / "trajectories.jsonl", Table.SEQUENCES)
+    return history
+
+
+async def answer_calls(ps: Penstock, session: InterceptSession) -> None:
+    """The trainer's side of the gate: every call that comes in is answered, many at a time."""
+    async with asyncio.TaskGroup() as tasks:
+        async for call in session.calls():
+            tasks.create_task(answer(ps, call))
+
+
+async def answer(ps: Penstock, call: ModelCall) -> None:
+    """One answer. The seed names the call by its place in the run, so that the order of arrival changes nothing."""
+    digest = hashlib.blake2b(f"{call.rollout_id}/{call.index}".encode(), digest_size=8).digest()
+    sampling = call.sampling.replace(temperature=1.0, seed=int.from_bytes(digest) >> 1)
+    completion = await ps.inference.generate(call.prompt_token_ids, sampling, session_id=call.rollout_id)
+    with suppress(ResultRejected):  # the rollout may have ended meanwhile; it says why itself
+        await call.deliver(completion)
+
+
+async def start_group(ps: Penstock, run_id: str, step: int, index: int, task: CopyTask) -> GroupHandle:
+    """Eight rollouts of one task."""
+    group_id = f"{run_id}-{step:03d}-{index}"
+    return await ps.groups.create(
+        task.to_task(), "shell", GROUP_SIZE, group_id=group_id, run_id=run_id, budgets=BUDGETS
+    )
+
+
+def reward_of(result: RolloutResult) -> float | None:
+    """None when nobody graded it, which is not zero: a broken sandbox says nothing about the policy."""
+    return None if result.reward is None or result.trajectory is None else result.reward.value
+
+
+def scored_rows(groups: list[list[RolloutResult]]) -> list[Row]:
+    """What the update eats: the tokens that the engine saw and sampled, with its logprobs; nothing is re-tokenised."""
+    rows = []
+    for group in groups:
+        for result, advantage in zip(group, advantages([reward_of(result) for result in group]), strict=True):
+            if advantage is None or result.trajectory is None:
+                continue
+            for sample in result.trajectory.samples:
+                if sample.logprobs is not None:
+                    mask = sample.loss_mask.astype(np.float32)
+                    rows.append(Row(sample.input_ids, mask, sample.logprobs, advantage * sample.weight))
+    return rows
+
+
+def sampled_tokens(result: RolloutResult) -> int:
+    """Tokens that the policy sampled in a rollout."""
+    return 0 if result.trajectory is None else sum(int(sample.loss_mask.sum()) for sample in result.trajectory.samples)
+
+
+def warm_start(learner: Learner, corpus: Corpus, tokenizer_sha256: str, seed: int, display: Display) -> None:
+    """The supervised start, from the cache if these very programs made it before."""
+    key = hashlib.sha256(f"{tokenizer_sha256} {seed} {model.jax.__version__}".encode())
+    for name in ("model.py", "learner.py", "tasks.py"):
+        key.update(Path(__file__).with_name(name).read_bytes())
+    path = RUNS / "cache" / f"warm-{key.hexdigest()[:16]}.safetensors"
+    if path.is_file():
+        learner.load(load_file(path))
+        return
+    learner.warm_start(corpus, lambda done, loss: display.say(f"warm start: step {done}, loss {loss:.3f}"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(learner.weights(), path)
+
+
+def new_run(seed: int) -> Path:
+    """An empty directory runs/demo/seed-N, which runs/demo/latest points to. An earlier run of the seed is replaced."""
+    run = RUNS / f"seed-{seed}"
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    latest = RUNS / "latest"
+    latest.unlink(missing_ok=True)
+    latest.symlink_to(run.name)
+    return run
+
+
+def main() -> None:
+    """Reads the command line, trains, and says what to do next."""
+    parser = argparse.ArgumentParser(description="Train a small model by GRPO through all four services.")
+    parser.add_argument("--seed", type=int, default=1, help="repeats a run (default 1)")
+    parser.add_argument("--steps", type=int, default=MAX_STEPS, help=f"at most so many (default {MAX_STEPS})")
+    given = parser.parse_args()
+    model.use_compilation_cache(RUNS / "cache" / "xla")
+    run = new_run(given.seed)
+    with Display(f"Penstock: GRPO on real rollouts, seed {given.seed}") as display:
+        history = asyncio.run(train(given.seed, given.steps, run, display))
+    save_picture(history, run / "reward.png", f"A 0.13 M parameter model learns to use a shell (seed {given.seed})")
+    bin_dir = Path(sys.executable).parent
+    last = history[-1]
+    print(
+        f"\n{last['step']} steps, {last['elapsed']:.0f} s: success {history[0]['success']:.2f} -> {recent(history):.2f}"
+        f" (mean of the last {min(WINDOW, len(history))} steps)\n"
+        "  runs/demo/latest/reward.png           the curve\n"
+        "  runs/demo/latest/trajectories.jsonl   every rollout's tokens, mask, logprobs and reward\n"
+        "  runs/demo/latest/model                the trained model\n"
+        "\nTry next:\n"
+        f"  {bin_dir / 'penstock'} doctor\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

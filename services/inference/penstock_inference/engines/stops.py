@@ -1,0 +1,33 @@
+"""Stop texts: watching a completion's text, token by token, for the first text that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock_codec.decoding import Detokenizer
+
+
+class StopTexts:
+    """Watches one completion. A text may begin and end anywhere in a token; the token that completes it is the last.
+
+    Args:
+        detokenizer: of the model's tokenizer.
+        texts: not empty, each at least one character.
+        known_ids: ids below this are in the tokenizer's vocabulary; a model may have more, which stand for no text.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, texts: Sequence[str], known_ids: int) -> None:
+        self._stream = detokenizer.stream()
+        self._texts = tuple(texts)
+        self._known_ids = known_ids
+        self._keep = max(map(len, texts)) - 1
+        self._tail = ""
+
+    def push(self, token: int) -> str | None:
+        """The stop text that this token completes, if any: the one that begins first, the longest of several."""
+        if token >= self._known_ids:
+            return None
+        text = self._tail + self._stream.push((token,))
+        found = [(at, -len(stop), stop) for stop in self._texts if (at := text.find(stop)) >= 0]
+        self._tail = text[-self._keep :] if self._keep else ""
+        return min(found)[2] if found else None

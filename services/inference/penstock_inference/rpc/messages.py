@@ -1,0 +1,103 @@
+"""Conversations between the protos and the codec's plain data, both ways."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+
+from penstock.chat.v1 import chat_pb2
+from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_codec.chat import (
+    FinishReason,
+    ImagePart,
+    Message,
+    Part,
+    ReasoningPart,
+    Role,
+    TextPart,
+    Tool,
+    ToolCallPart,
+    ToolResultPart,
+)
+
+_ROLES: dict[int, Role] = {
+    chat_pb2.ROLE_SYSTEM: Role.SYSTEM,
+    chat_pb2.ROLE_DEVELOPER: Role.DEVELOPER,
+    chat_pb2.ROLE_USER: Role.USER,
+    chat_pb2.ROLE_ASSISTANT: Role.ASSISTANT,
+    chat_pb2.ROLE_TOOL: Role.TOOL,
+}
+_FINISH_REASONS = {
+    FinishReason.STOP: chat_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: chat_pb2.FINISH_REASON_LENGTH,
+    FinishReason.TOOL_CALLS: chat_pb2.FINISH_REASON_TOOL_CALLS,
+    FinishReason.ABORT: chat_pb2.FINISH_REASON_ABORT,
+    FinishReason.CONTENT_FILTER: chat_pb2.FINISH_REASON_CONTENT_FILTER,
+}
+
+
+def messages_from(messages: Iterable[chat_pb2.Message]) -> list[Message]:
+    """Raises InvalidArgument for a role or a part that is not set."""
+    result = []
+    for n, message in enumerate(messages):
+        where = f"messages[{n}]"
+        if message.role not in _ROLES:
+            raise _unset(f"{where}.role")
+        parts = tuple(_part_from(part, f"{where}.parts[{k}]") for k, part in enumerate(message.parts))
+        result.append(Message(_ROLES[message.role], parts, message.name))
+    return result
+
+
+def tools_from(tools: Iterable[chat_pb2.Tool]) -> list[Tool]:
+    """Definitions as the agent sent them."""
+    return [
+        Tool(tool.name, tool.description, tool.parameters_json_schema, tool.strict if tool.HasField("strict") else None)
+        for tool in tools
+    ]
+
+
+def assistant_message(message: Message) -> chat_pb2.Message:
+    """What a model said: text, reasoning and tool calls."""
+    parts = []
+    for part in message.parts:
+        if isinstance(part, TextPart):
+            parts.append(chat_pb2.Part(text=chat_pb2.Text(text=part.text)))
+        elif isinstance(part, ReasoningPart):
+            parts.append(chat_pb2.Part(reasoning=chat_pb2.Reasoning(text=part.text, signature=part.signature)))
+        elif isinstance(part, ToolCallPart):
+            call = chat_pb2.ToolCall(id=part.id, name=part.name, arguments_json=part.arguments_json)
+            parts.append(chat_pb2.Part(tool_call=call))
+    return chat_pb2.Message(role=chat_pb2.ROLE_ASSISTANT, parts=parts)
+
+
+def finish_reason(reason: FinishReason) -> chat_pb2.FinishReason.ValueType:
+    """The same in the proto."""
+    return _FINISH_REASONS[reason]
+
+
+def _part_from(part: chat_pb2.Part, where: str) -> Part:
+    kind = part.WhichOneof("part")
+    if kind == "text":
+        return TextPart(part.text.text)
+    if kind == "reasoning":
+        return ReasoningPart(part.reasoning.text, part.reasoning.signature)
+    if kind == "image":
+        return _image_from(part.image)
+    if kind == "tool_call":
+        return ToolCallPart(part.tool_call.id, part.tool_call.name, part.tool_call.arguments_json)
+    if kind == "tool_result":
+        result = part.tool_result
+        text = "".join(inner.text.text for inner in result.parts if inner.HasField("text"))
+        images = tuple(_image_from(inner.image) for inner in result.parts if inner.HasField("image"))
+        return ToolResultPart(result.tool_call_id, text, result.is_error, None, images)
+    raise _unset(where)
+
+
+def _image_from(image: chat_pb2.Image) -> ImagePart:
+    if image.WhichOneof("source") == "data":
+        return ImagePart(f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}", image.media_type)
+    return ImagePart(image.url, image.media_type)
+
+
+def _unset(field: str) -> InvalidArgument:
+    return InvalidArgument(f"{field} is not set", reason="REQUEST_INVALID", violations=[Violation(field, "is not set")])

@@ -1,0 +1,225 @@
+"""One service for each variant, shared by the suite; a fresh sandbox for each test."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from penstock.sandbox.v1 import file_service_pb2 as fs
+from penstock.sandbox.v1 import process_service_pb2 as ps
+from penstock.sandbox.v1 import sandbox_pb2 as sb
+from penstock.sandbox.v1 import sandbox_service_pb2 as ss
+from penstock_chassis.channel import error_from_rpc
+from penstock_chassis.errors import PenstockError
+from tests.conformance.sandbox.services import SERVICES, Running, start
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session", params=list(SERVICES))
+async def service(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
+    """A running service."""
+    async with start(request.param) as running:
+        yield running
+
+
+@dataclass
+class Box:
+    """A sandbox, and short ways to use it."""
+
+    service: Running
+    sandbox: sb.Sandbox
+
+    @property
+    def id(self) -> str:
+        return self.sandbox.sandbox_id
+
+    async def run(
+        self,
+        *argv: str,
+        shell: str | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        secret_env: Mapping[str, str] | None = None,
+        cwd: str = "",
+        timeout_s: float | None = None,
+        output_limit: int | None = None,
+    ) -> ps.RunResult:
+        """Run a small command."""
+        request = ps.RunRequest(
+            sandbox_id=self.id,
+            command=command(*argv, shell=shell, env=env, secret_env=secret_env, cwd=cwd, timeout_s=timeout_s),
+            stdin=stdin,
+            output_limit_bytes=output_limit,
+        )
+        return (await self.service.processes.Run(request, timeout=120)).result
+
+    async def out(self, shell: str, **options: Any) -> str:
+        """The output of a shell text that must succeed."""
+        result = await self.run(shell=shell, **options)
+        assert result.exit.reason == ps.EXIT_REASON_EXITED and result.exit.code == 0, result
+        return result.stdout.decode().strip()
+
+    async def start(self, process_id: str, *argv: str, shell: str | None = None, **options: Any) -> ps.Process:
+        """Start a process."""
+        given = {key: options.pop(key) for key in ("stdin", "pty", "output_limit_bytes") if key in options}
+        request = ps.StartProcessRequest(
+            sandbox_id=self.id, process_id=process_id, command=command(*argv, shell=shell, **options), **given
+        )
+        return (await self.service.processes.StartProcess(request, timeout=30)).process
+
+    def watch(self, process_id: str, stdout: int = 0, stderr: int = 0) -> Any:
+        """Watch a process."""
+        request = ps.WatchProcessRequest(
+            sandbox_id=self.id, process_id=process_id, stdout_offset=stdout, stderr_offset=stderr
+        )
+        return self.service.processes.WatchProcess(request, timeout=120)
+
+    async def finish(self, process_id: str, stdout: int = 0, stderr: int = 0) -> tuple[bytes, bytes, ps.Exit]:
+        """Everything that a process writes from the offsets on, and its exit."""
+        outputs = {ps.OUTPUT_STREAM_STDOUT: bytearray(), ps.OUTPUT_STREAM_STDERR: bytearray()}
+        offsets = {ps.OUTPUT_STREAM_STDOUT: stdout, ps.OUTPUT_STREAM_STDERR: stderr}
+        ended: ps.Exit | None = None
+        async for event in self.watch(process_id, stdout, stderr):
+            assert ended is None, "nothing follows the exit"
+            if event.HasField("chunk"):
+                assert event.chunk.offset == offsets[event.chunk.stream] + len(outputs[event.chunk.stream])
+                outputs[event.chunk.stream] += event.chunk.data
+            elif event.HasField("exit"):
+                ended = event.exit
+        assert ended is not None
+        return bytes(outputs[ps.OUTPUT_STREAM_STDOUT]), bytes(outputs[ps.OUTPUT_STREAM_STDERR]), ended
+
+    async def kill(self, process_id: str) -> ps.Exit:
+        """Kill a process's tree."""
+        request = ps.KillProcessRequest(sandbox_id=self.id, process_id=process_id)
+        return (await self.service.processes.KillProcess(request, timeout=30)).exit
+
+    async def write_stdin(self, process_id: str, *frames: bytes | None, offset: int = 0) -> int:
+        """Write frames to a process's input; None is the end."""
+
+        async def requests() -> AsyncIterator[ps.WriteStdinRequest]:
+            start = ps.WriteStdinRequest.StdinStart(sandbox_id=self.id, process_id=process_id, offset=offset)
+            yield ps.WriteStdinRequest(start=start)
+            for frame in frames:
+                if frame is None:
+                    yield ps.WriteStdinRequest(end=ps.WriteStdinRequest.StdinEnd())
+                else:
+                    yield ps.WriteStdinRequest(data=frame)
+
+        return (await self.service.processes.WriteStdin(requests(), timeout=30)).offset
+
+    async def write(
+        self, path: str, content: bytes, mode: int | None = None, sha256: bytes = b"", end: bool = True
+    ) -> fs.WriteFileResponse:
+        """Write a file."""
+
+        async def requests() -> AsyncIterator[fs.WriteFileRequest]:
+            yield fs.WriteFileRequest(
+                start=fs.WriteFileRequest.WriteFileStart(sandbox_id=self.id, path=path, mode=mode)
+            )
+            for begin in range(0, len(content), 256 * 1024):
+                yield fs.WriteFileRequest(chunk=content[begin : begin + 256 * 1024])
+            if end:
+                yield fs.WriteFileRequest(end=fs.WriteFileRequest.WriteFileEnd(sha256=sha256))
+
+        return await self.service.files.WriteFile(requests(), timeout=120)
+
+    async def read(self, path: str, **options: Any) -> tuple[bytes, bytes]:
+        """A file's content and the digest that came with it."""
+        content, digest = bytearray(), b""
+        request = fs.ReadFileRequest(sandbox_id=self.id, path=path, **options)
+        async for event in self.service.files.ReadFile(request, timeout=120):
+            content += event.chunk
+            digest = event.sha256
+        return bytes(content), digest
+
+    async def write_tree(self, path: str, archive: bytes) -> fs.WriteTreeResponse:
+        """Unpack a tar."""
+
+        async def requests() -> AsyncIterator[fs.WriteTreeRequest]:
+            yield fs.WriteTreeRequest(start=fs.WriteTreeRequest.WriteTreeStart(sandbox_id=self.id, path=path))
+            for begin in range(0, len(archive), 256 * 1024):
+                yield fs.WriteTreeRequest(tar_chunk=archive[begin : begin + 256 * 1024])
+            yield fs.WriteTreeRequest(end=fs.WriteTreeRequest.WriteTreeEnd())
+
+        return await self.service.files.WriteTree(requests(), timeout=120)
+
+
+def command(
+    *argv: str,
+    shell: str | None = None,
+    env: Mapping[str, str] | None = None,
+    secret_env: Mapping[str, str] | None = None,
+    cwd: str = "",
+    timeout_s: float | None = None,
+) -> ps.Command:
+    """A command from its parts."""
+    made = ps.Command(env=env, secret_env=secret_env, cwd=cwd)
+    if shell is not None:
+        made.shell = shell
+    else:
+        made.argv.args.extend(argv)
+    if timeout_s is not None:
+        made.timeout.FromNanoseconds(int(timeout_s * 1e9))
+    return made
+
+
+def one_endpoint(upstream: str, port: int = 4000) -> sb.NetworkPolicy:
+    """A policy with one way out."""
+    return sb.NetworkPolicy(one_endpoint=sb.OneEndpoint(local_port=port, upstream=upstream))
+
+
+async def failure(awaitable: Any) -> PenstockError:
+    """The typed error of a call that must fail."""
+    try:
+        if hasattr(awaitable, "__aiter__"):
+            async for _ in awaitable:
+                pass
+        else:
+            await awaitable
+    except grpc.aio.AioRpcError as error:
+        return error_from_rpc(error)
+    raise AssertionError("the call did not fail")
+
+
+MakeBox = Callable[..., Any]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def make_box(service: Running) -> AsyncIterator[MakeBox]:
+    """Makes sandboxes: `await make_box(network=..., resources=..., ...)`; they are deleted after the test."""
+    made: list[str] = []
+
+    async def make(**spec: Any) -> Box:
+        request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
+        sandbox = (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox
+        made.append(sandbox.sandbox_id)
+        return Box(service, sandbox)
+
+    yield make
+    for sandbox_id in made:
+        await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=sandbox_id), timeout=60)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def box(make_box: MakeBox) -> Box:
+    """A fresh sandbox without network."""
+    made: Box = await make_box()
+    return made
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def capabilities(service: Running) -> sb.Capabilities:
+    """What the service's default backend claims."""
+    answer = await service.sandboxes.ListBackends(ss.ListBackendsRequest(), timeout=30)
+    (backend,) = [backend for backend in answer.backends if backend.is_default]
+    assert backend.available, f"this machine cannot run the suite: {backend.unavailable_reason}"
+    capabilities: sb.Capabilities = backend.capabilities
+    return capabilities
+
+

@@ -1,0 +1,118 @@
+"""The services under the suite: a real `penstock-sandbox` process for each way of running it.
+
+To put a backend under the suite, add a line to SERVICES: a name, and the settings that make it the default backend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from penstock.sandbox.v1 import (
+    file_service_pb2_grpc,
+    process_service_pb2_grpc,
+    sandbox_service_pb2_grpc,
+    toolbox_service_pb2_grpc,
+)
+from penstock_chassis.channel import connect
+
+ORDINARY_UID = 61234
+TOKEN = "conformance-operator"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of running the service."""
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    ordinary_user: bool = False
+
+
+SERVICES: Mapping[str, Variant] = {
+    "local": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "local"}),
+    # As most people run it: not root, no control groups of its own.
+    "local-ordinary-user": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "local"}, ordinary_user=True),
+}
+
+
+@dataclass
+class Running:
+    """A service that runs, and its stubs."""
+
+    name: str
+    state_dir: Path
+    process: subprocess.Popen[bytes]
+    address: str
+    channel: grpc.aio.Channel
+
+    def __post_init__(self) -> None:
+        self.sandboxes = sandbox_service_pb2_grpc.SandboxServiceStub(self.channel)
+        self.processes = process_service_pb2_grpc.ProcessServiceStub(self.channel)
+        self.files = file_service_pb2_grpc.FileServiceStub(self.channel)
+        self.toolboxes = toolbox_service_pb2_grpc.ToolboxServiceStub(self.channel)
+
+
+@asynccontextmanager
+async def start(name: str, **settings: str) -> AsyncIterator[Running]:
+    """Start a service on a state directory of its own; settings are environment variables without their prefix."""
+    # Not pytest's tmp_path: that is closed to other users than the one who runs the tests.
+    with tempfile.TemporaryDirectory(prefix="penstock-conformance-", ignore_cleanup_errors=True) as folder:
+        state_dir = Path(folder)
+        if SERVICES[name].ordinary_user and os.geteuid() == 0:
+            state_dir.chmod(0o755)
+            os.chown(state_dir, ORDINARY_UID, ORDINARY_UID)
+        async with start_on(state_dir, name, **settings) as running:
+            yield running
+
+
+@asynccontextmanager
+async def start_on(state_dir: Path, name: str, **settings: str) -> AsyncIterator[Running]:
+    """Start a service on the given state directory; it is stopped at the end, however it is by then."""
+    variant = SERVICES[name]
+    environment = {
+        "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
+        "HOME": str(state_dir),
+        "PENSTOCK_SANDBOX_PORT": "0",
+        "PENSTOCK_SANDBOX_OPERATOR_TOKEN": TOKEN,
+        "PENSTOCK_SANDBOX_STATE_DIR": str(state_dir / "state"),
+        "PENSTOCK_SANDBOX_LOG_LEVEL": "warning",
+        "PENSTOCK_SANDBOX_DRAIN_S": "1",
+        "PENSTOCK_SANDBOX_ALLOWED_UPSTREAMS": '["127.0.0.1:*", "unix:/tmp/*"]',
+        # A marker that no sandbox may ever see (R12).
+        "PENSTOCK_CONFORMANCE_HOST_SECRET": "sk-host-secret",
+        **variant.settings,
+        **{f"PENSTOCK_SANDBOX_{key.upper()}": value for key, value in settings.items()},
+    }
+    process = subprocess.Popen(
+        _command(variant), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment, cwd="/"
+    )
+    try:
+        assert process.stdout is not None
+        line = await asyncio.to_thread(process.stdout.readline)
+        assert line, f"the service did not start (exit {process.wait()})"
+        address = json.loads(line)["address"]
+        async with connect(address, TOKEN) as channel:
+            yield Running(name, state_dir, process, address, channel)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(process.wait, 30)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _command(variant: Variant) -> Sequence[str]:
+    if not variant.ordinary_user or os.geteuid() != 0:
+        return [sys.executable, "-m", "penstock_sandbox"]
+    return [sys.executable, str(Path(__file__).with_name("as_ordinary_user.py")), str(ORDINARY_UID)]

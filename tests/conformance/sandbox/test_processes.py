@@ -1,0 +1,344 @@
+"""What every backend owes a process: its bytes, its exit, and a death that is one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import signal
+
+import pytest
+
+from penstock.sandbox.v1 import process_service_pb2 as ps
+from penstock_chassis.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound
+from tests.conformance.sandbox.conftest import Box, command, failure
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+EXITED, SIGNALED = ps.EXIT_REASON_EXITED, ps.EXIT_REASON_SIGNALED
+
+
+async def test_stdout_and_stderr_come_apart_and_the_exit_code_is_the_programs(box: Box) -> None:
+    """R59"""
+    result = await box.run(shell="echo out; echo err >&2; exit 7")
+    assert (result.stdout, result.stderr) == (b"out\n", b"err\n")
+    assert (result.exit.reason, result.exit.code) == (EXITED, 7)
+
+
+async def test_a_death_by_signal_is_told_apart_from_an_exit_code(box: Box) -> None:
+    """R39: killed is not exit 0."""
+    result = await box.run(shell="kill -TERM $$")
+    assert (result.exit.reason, result.exit.signal) == (SIGNALED, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["", " ", "a b", "'", '"', "$(leak)", "`leak`", "sk-test '$(leak)", "#c", "a\nb", "&&", "\\", "*", "-n", "é€𝄞", "\t"],
+)
+async def test_an_argument_of_any_content_arrives_intact(box: Box, argument: str) -> None:
+    """R42, R2: argv, not shell strings."""
+    result = await box.run("printf", "%s|", argument)
+    assert result.stdout == argument.encode() + b"|"
+
+
+async def test_ten_megabytes_of_output_come_back_whole_and_in_order(box: Box) -> None:
+    """R26: nothing is dropped silently."""
+    await box.start("flood", "bash", "-c", "yes 0123456789abcde | head -c 10485760; echo done >&2")
+    stdout, stderr, ended = await box.finish("flood")
+    assert hashlib.sha256(stdout).digest() == hashlib.sha256(b"0123456789abcde\n" * 655360).digest()
+    assert stderr == b"done\n"
+    assert (ended.stdout_bytes, ended.stdout_truncated) == (10485760, False)
+
+
+async def test_bytes_that_are_not_utf8_come_back_as_they_were(box: Box) -> None:
+    """R44: bytes, not text."""
+    result = await box.run(shell=r"printf '\xff\xfe\x00\xc3\x28\xe2\x82'")
+    assert result.stdout == b"\xff\xfe\x00\xc3\x28\xe2\x82"
+
+
+async def test_output_over_its_limit_is_counted_and_told_as_a_gap(box: Box) -> None:
+    """R26"""
+    await box.start("much", "bash", "-c", "head -c 300000 /dev/zero", output_limit_bytes=100_000)
+    kept, gaps = 0, []
+    async for event in box.watch("much"):
+        kept += len(event.chunk.data)
+        if event.HasField("gap"):
+            gaps.append((event.gap.start, event.gap.end))
+        if event.HasField("exit"):
+            assert event.exit.stdout_truncated and event.exit.stdout_bytes == 300_000
+    assert kept == 100_000
+    # As many gaps as there were discards to tell, without a hole between them.
+    assert gaps[0][0] == 100_000 and gaps[-1][1] == 300_000
+    assert all(before[1] == after[0] for before, after in zip(gaps, gaps[1:], strict=False))
+
+
+async def test_run_shows_both_ends_of_an_output_over_its_limit(box: Box) -> None:
+    """R26"""
+    result = await box.run(shell="echo first; head -c 100000 /dev/zero; echo last", output_limit=2000)
+    assert result.stdout.startswith(b"first\n") and result.stdout.endswith(b"last\n")
+    assert len(result.stdout) == 2000 and result.exit.stdout_truncated
+
+
+async def test_input_reaches_the_program_and_its_end_is_seen(box: Box) -> None:
+    """R67"""
+    data = bytes(range(256)) * 4096
+    result = await box.run("sha256sum", stdin=data)
+    assert result.stdout.split()[0].decode() == hashlib.sha256(data).hexdigest()
+
+
+async def test_a_command_that_does_not_read_its_input_may_succeed(box: Box) -> None:
+    """R59"""
+    result = await box.run("true", stdin=b"x" * 1_000_000)
+    assert (result.exit.reason, result.exit.code) == (EXITED, 0)
+
+
+async def test_input_without_a_writer_is_empty(box: Box) -> None:
+    """R38: nothing waits for input that cannot come."""
+    assert (await box.run("cat")).exit.code == 0
+
+
+async def test_input_is_resumed_at_its_offset_and_closed_only_by_an_end(box: Box) -> None:
+    """R26"""
+    await box.start("cat", "cat", stdin=True)
+    assert await box.write_stdin("cat", b"hello ") == 6
+    # What was written already is skipped: a writer that does not know how far it came sends it again.
+    assert await box.write_stdin("cat", b"lo world", offset=3) == 11
+    gap = await failure(_write(box, "cat", b"x", 100))
+    assert gap.reason == "OFFSET_GAP"
+    assert await box.write_stdin("cat", None, offset=11) == 11
+    stdout, _, ended = await box.finish("cat")
+    assert stdout == b"hello world" and ended.code == 0
+    assert (await failure(_write(box, "cat", b"more", 11))).reason == "STDIN_CLOSED"
+
+
+async def _write(box: Box, process_id: str, data: bytes, offset: int) -> int:
+    return await box.write_stdin(process_id, data, offset=offset)
+
+
+async def test_a_watcher_that_comes_back_gets_every_byte_from_its_offset(box: Box) -> None:
+    """R26: a broken stream loses neither a process nor a byte."""
+    await box.start("p", "bash", "-c", "echo one; echo two >&2; read x; echo three", stdin=True)
+    seen = b""
+    stream = box.watch("p")
+    async for event in stream:
+        if event.HasField("chunk") and event.chunk.stream == ps.OUTPUT_STREAM_STDOUT:
+            seen += event.chunk.data
+        if seen == b"one\n":
+            break
+    stream.cancel()
+    await box.write_stdin("p", b"go\n", None)
+    stdout, stderr, ended = await box.finish("p", stdout=len(seen))
+    assert (stdout, stderr, ended.code) == (b"three\n", b"two\n", 0)
+    again, _, _ = await box.finish("p")
+    assert again == b"one\nthree\n"
+
+
+async def test_starting_the_same_process_again_joins_it_and_another_one_is_refused(box: Box) -> None:
+    """R25"""
+    first = await box.start("id", "sh", "-c", "echo $$")
+    second = await box.start("id", "sh", "-c", "echo $$")
+    assert first.start_time == second.start_time
+    assert isinstance(await failure(box.start("id", "sh", "-c", "echo other")), AlreadyExists)
+    assert len((await box.finish("id"))[0].split()) == 1
+
+
+async def test_a_program_that_is_not_there_is_an_exit_and_not_an_error(box: Box) -> None:
+    """R37"""
+    for argv in (["no-such-program"], ["/etc/passwd"], ["/nonexistent/x"]):
+        result = await box.run(*argv)
+        assert result.exit.reason == ps.EXIT_REASON_START_FAILED and result.exit.message
+    result = await box.run("true", cwd="/nonexistent")
+    assert result.exit.reason == ps.EXIT_REASON_START_FAILED and "working directory" in result.exit.message
+
+
+async def test_a_timeout_kills_grandchildren_that_left_the_group_and_ignore_signals(box: Box) -> None:
+    """R37, R40"""
+    script = """
+        trap '' TERM
+        (trap '' TERM HUP; setsid sleep 4711 &) &
+        setsid bash -c 'trap "" TERM; setsid sleep 4712 & exec sleep 4713' &
+        echo partial
+        sleep 4714
+    """
+    result = await box.run(shell=script, timeout_s=0.5)
+    assert result.exit.reason == ps.EXIT_REASON_TIMED_OUT
+    assert result.stdout == b"partial\n"
+    assert await processes_named(box, "sleep") == 0
+
+
+async def test_killing_a_process_kills_its_daemons_and_only_them(box: Box) -> None:
+    """R40, R60"""
+    await box.start("other", "sleep", "4721")
+    await box.start("tree", "bash", "-c", "(setsid setsid sleep 4722 &); setsid sleep 4723 & echo up; sleep 4724")
+    async for event in box.watch("tree"):
+        if event.chunk.data == b"up\n":
+            break
+    ended = await box.kill("tree")
+    assert (ended.reason, ended.signal) == (ps.EXIT_REASON_KILLED, signal.SIGKILL)
+    assert await processes_named(box, "sleep") == 1
+    await box.kill("other")
+    assert await processes_named(box, "sleep") == 0
+
+
+async def test_what_an_ended_process_left_behind_can_still_be_killed(box: Box) -> None:
+    """R40, R60"""
+    await box.start("parent", "bash", "-c", "setsid sleep 4731 >/dev/null 2>&1 & exit 3")
+    _, _, ended = await box.finish("parent")
+    assert ended.code == 3
+    assert await processes_named(box, "sleep") == 1
+    assert (await box.kill("parent")).code == 3
+    assert await processes_named(box, "sleep") == 0
+
+
+async def test_an_exit_does_not_wait_for_those_who_hold_its_output_open(box: Box) -> None:
+    """R28, R41"""
+    await box.start("leaky", "bash", "-c", "setsid sleep 4741 & echo done")
+    stdout, _, ended = await box.finish("leaky")
+    assert (stdout, ended.code, ended.pipes_open) == (b"done\n", 0, True)
+    await box.kill("leaky")
+
+
+async def test_a_signal_goes_to_the_whole_group(box: Box) -> None:
+    """R40"""
+    await box.start("group", "bash", "-c", "sleep 4751 & echo up; wait")
+    async for event in box.watch("group"):
+        if event.HasField("chunk"):
+            break
+    request = ps.SignalProcessRequest(sandbox_id=box.id, process_id="group", signal=signal.SIGINT)
+    await box.service.processes.SignalProcess(request, timeout=30)
+    _, _, ended = await box.finish("group")
+    assert (ended.reason, ended.signal) == (SIGNALED, signal.SIGINT)
+
+
+async def test_killing_during_a_flood_of_output_ends_it(box: Box) -> None:
+    """R40"""
+    await box.start("yes", "yes", output_limit_bytes=1_000_000)
+    async for event in box.watch("yes"):
+        if event.HasField("chunk"):
+            break
+    assert (await box.kill("yes")).reason == ps.EXIT_REASON_KILLED
+
+
+async def test_waiting_answers_before_the_callers_deadline(box: Box) -> None:
+    """R41"""
+    await box.start("long", "sleep", "4761")
+    request = ps.WaitProcessRequest(sandbox_id=box.id, process_id="long")
+    answer = await box.service.processes.WaitProcess(request, timeout=1.0)
+    assert not answer.process.HasField("exit")
+    await box.kill("long")
+    answer = await box.service.processes.WaitProcess(request, timeout=30)
+    assert answer.process.exit.reason == ps.EXIT_REASON_KILLED
+
+
+async def test_a_cancelled_run_is_killed(box: Box) -> None:
+    """R32"""
+    call = box.service.processes.Run(
+        ps.RunRequest(sandbox_id=box.id, command=command("sleep", "4771"), process_id="cancelled")
+    )
+    while await processes_named(box, "sleep") == 0:
+        await asyncio.sleep(0)
+    call.cancel()
+    request = ps.WaitProcessRequest(sandbox_id=box.id, process_id="cancelled")
+    answer = await box.service.processes.WaitProcess(request, timeout=30)
+    assert answer.process.exit.reason == ps.EXIT_REASON_KILLED
+    assert await processes_named(box, "sleep") == 0
+
+
+async def test_a_terminal_is_a_terminal_and_has_a_size(box: Box) -> None:
+    """R44"""
+    script = "tty; stty size; read line; stty size; echo got $line"
+    await box.start("pty", "bash", "-c", script, pty=ps.PtySize(rows=33, columns=77))
+    stream = box.watch("pty")
+    seen = b""
+    async for event in stream:
+        seen += event.chunk.data
+        if b"33 77" in seen:
+            break
+    await box.service.processes.ResizePty(
+        ps.ResizePtyRequest(sandbox_id=box.id, process_id="pty", size=ps.PtySize(rows=44, columns=88)), timeout=30
+    )
+    await box.write_stdin("pty", b"typed\n")
+    stdout, _, ended = await box.finish("pty")
+    assert ended.code == 0
+    assert b"/dev/pts/" in stdout and b"44 88" in stdout and b"got typed" in stdout
+
+
+async def test_resizing_what_has_no_terminal_is_refused(box: Box) -> None:
+    """R63"""
+    await box.start("plain", "sleep", "0")
+    size = ps.PtySize(rows=1, columns=1)
+    call = box.service.processes.ResizePty(ps.ResizePtyRequest(sandbox_id=box.id, process_id="plain", size=size))
+    assert (await failure(call)).reason == "NOT_A_PTY"
+
+
+async def test_secrets_are_in_the_environment_and_in_no_argv_and_no_answer(box: Box) -> None:
+    """R1, R2"""
+    secret = "sk-test '$(leak)"
+    await box.start("keeper", "bash", "-c", 'printf %s "$KEY"; read x', secret_env={"KEY": secret}, stdin=True)
+    async for event in box.watch("keeper"):
+        if event.HasField("chunk"):
+            assert event.chunk.data.decode() == secret
+            break
+    seen = await box.run(shell="cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+    assert secret.encode() not in seen.stdout
+    listed = await box.service.processes.ListProcesses(ps.ListProcessesRequest(sandbox_id=box.id), timeout=30)
+    assert secret not in str(listed)
+    await box.kill("keeper")
+
+
+async def test_the_environment_is_the_sandboxs_own(box: Box) -> None:
+    """R12: an allow-list."""
+    names = {line.partition("=")[0] for line in (await box.out("env")).splitlines()}
+    assert names <= {"PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "TERM", "TMPDIR", "PWD", "SHLVL", "_", "OLDPWD"}
+    assert "sk-host-secret" not in await box.out("env; cat /proc/1/environ 2>/dev/null | tr '\\0' '\\n'; true")
+
+
+async def test_the_commands_environment_wins_over_the_sandboxs(make_box) -> None:
+    """R63"""
+    box = await make_box(env={"A": "sandbox", "B": "sandbox"})
+    assert (await box.run(shell="echo $A $B", env={"B": "command"})).stdout == b"sandbox command\n"
+
+
+async def test_malformed_commands_are_refused_by_field(box: Box) -> None:
+    """R64"""
+    for request in (
+        ps.Command(),
+        ps.Command(argv=ps.Argv()),
+        command("a\0b"),
+        command("true", env={"A=B": "x"}),
+        command("true", timeout_s=-1),
+    ):
+        error = await failure(box.service.processes.Run(ps.RunRequest(sandbox_id=box.id, command=request)))
+        assert isinstance(error, InvalidArgument) and error.violations
+    error = await failure(box.service.processes.GetProcess(ps.GetProcessRequest(sandbox_id=box.id, process_id="?")))
+    assert isinstance(error, NotFound) and error.reason == "PROCESS_UNKNOWN"
+
+
+async def test_another_account_is_refused_where_there_is_none(box: Box) -> None:
+    """R46"""
+    request = command("true")
+    request.user = "root"
+    error = await failure(box.service.processes.Run(ps.RunRequest(sandbox_id=box.id, command=request)))
+    assert isinstance(error, FailedPrecondition) and error.reason == "CAPABILITY_MISSING"
+
+
+async def test_home_and_working_directory_are_the_users(box: Box) -> None:
+    """R45"""
+    assert await box.out('echo "$HOME"; pwd') == f"{box.sandbox.home}\n{box.sandbox.workdir}"
+    assert await box.out('touch "$HOME/a" b && stat -c %U "$HOME/a" b | sort -u') == await box.out("id -un")
+
+
+async def test_a_process_that_kills_all_it_sees_kills_only_its_own(box: Box) -> None:
+    """R43: the sandbox outlives what runs in it."""
+    await box.run(shell="kill -9 -1; true")
+    assert await box.out("echo alive") == "alive"
+
+
+async def test_zombies_of_daemons_are_reaped(box: Box) -> None:
+    """R23"""
+    await box.run(shell="for i in 1 2 3 4 5; do (setsid true &) ; done")
+    assert await box.out("grep -l 'State:.Z' /proc/[0-9]*/status; true") == ""
+
+
+async def processes_named(box: Box, name: str) -> int:
+    """How many processes of this name run in the sandbox."""
+    return int(await box.out(f"grep -lx {name} /proc/[0-9]*/comm 2>/dev/null | wc -l"))

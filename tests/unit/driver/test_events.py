@@ -1,0 +1,99 @@
+"""Agents' output lines as events."""
+
+from __future__ import annotations
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_driver.events import MAX_LINE_BYTES, MAX_RAW_BYTES, AgentEvent, EventKind, EventParser, EventRule
+from penstock_driver.registry import built_in_specs
+
+SPECS = {spec.name: spec for spec in built_in_specs()}
+RULES = (
+    EventRule(when="type == 'say'", kind=EventKind.ASSISTANT, fields={"text": "text"}),
+    EventRule(when="type == 'end'", kind=EventKind.DONE, fields={"reason": "why.what", "failed": "failed"}),
+    EventRule(when="type == 'noise'", kind=EventKind.IGNORED),
+)
+
+
+def parse(data: bytes, size: int = 1 << 20) -> list[AgentEvent]:
+    parser = EventParser(RULES)
+    pieces = [data[at : at + size] for at in range(0, len(data), size)]
+    return [event for piece in pieces for event in parser.feed(piece)] + list(parser.finish())
+
+
+def test_a_line_becomes_the_event_of_the_first_rule_that_holds() -> None:
+    """R71."""
+    events = parse(b'{"type":"say","text":"hi"}\r\n{"type":"noise"}\n\n{"type":"end","why":{"what":"ok"}}')
+    assert [(event.kind, dict(event.data)) for event in events] == [
+        (EventKind.ASSISTANT, {"text": "hi"}),
+        (EventKind.DONE, {"reason": "ok"}),
+    ]
+    assert events[0].raw_line == b'{"type":"say","text":"hi"}'
+
+
+@given(
+    lines=st.lists(st.one_of(st.binary(), st.sampled_from([b'{"type":"say","text":"\xc3\xa9"}', b"[1]", b"{" * 3000]))),
+    size=st.integers(1, 50),
+)
+def test_how_the_output_is_cut_into_chunks_changes_nothing(lines: list[bytes], size: int) -> None:
+    """R71: any bytes, any chunks; nothing raises and no line is lost."""
+    data = b"\n".join(lines)
+    assert parse(data, size) == parse(data)
+    visible = [line for line in data.split(b"\n") if line.rstrip(b"\r").strip()]
+    assert len(parse(data)) == len(visible)
+
+
+def test_a_line_without_end_costs_bounded_memory_and_says_that_it_was_cut() -> None:
+    """R71, R80."""
+    parser = EventParser(RULES)
+    for _ in range(MAX_LINE_BYTES // 4096 + 10):
+        assert not list(parser.feed(b"x" * 4096))
+    (event,) = parser.feed(b"\n")
+    assert (event.kind, dict(event.data), len(event.raw_line)) == (EventKind.OTHER, {"truncated": True}, MAX_RAW_BYTES)
+    (after,) = parser.feed(b'{"type":"say","text":"still here"}\n')
+    assert after.kind is EventKind.ASSISTANT
+
+
+def test_a_rule_that_does_not_fit_the_line_is_no_error() -> None:
+    """R71: JMESPath functions on values of another type."""
+    rule = EventRule(when="contains(a, 'x')", kind=EventKind.DONE)
+    parser = EventParser((rule,))
+    assert [event.kind for event in parser.feed(b'{"a": 3}\n{"a": "x"}\n')] == [EventKind.OTHER, EventKind.DONE]
+
+
+def test_the_lines_of_the_real_agents_are_understood() -> None:
+    """R71: lines as OpenCode 1.18.33 and Pi 0.74.2 wrote them, shortened."""
+
+    def kinds(agent: str, *lines: object) -> list[tuple[str, object]]:
+        parser = EventParser(SPECS[agent].events.rules)
+        data = "".join(json.dumps(line) + "\n" for line in lines).encode()
+        return [(event.kind.value, event.data.get("text") or event.data.get("output")) for event in parser.feed(data)]
+
+    assert kinds(
+        "opencode",
+        {"type": "step_start", "part": {"type": "step-start"}},
+        {"type": "text", "part": {"text": "let me"}},
+        {"type": "tool_use", "part": {"tool": "bash", "callID": "c", "state": {"status": "completed", "output": "o"}}},
+        {"type": "step_finish", "part": {"reason": "tool-calls"}},
+        {"type": "step_finish", "part": {"reason": "stop"}},
+    ) == [("assistant", "let me"), ("tool_result", "o"), ("done", None)]
+    text_end = {"type": "message_update", "assistantMessageEvent": {"type": "text_end", "content": "let me"}}
+    assert kinds(
+        "pi",
+        {"type": "session"},
+        text_end,
+        {"type": "tool_execution_start", "toolCallId": "c", "toolName": "bash", "args": {}},
+        {"type": "tool_execution_end", "result": {"content": [{"type": "text", "text": "o"}]}, "isError": False},
+        {"type": "agent_end", "messages": [{"stopReason": "stop"}]},
+    ) == [("assistant", "let me"), ("tool_call", None), ("tool_result", "o"), ("done", None)]
+
+
+def test_pi_says_that_it_failed_although_it_exits_with_0() -> None:
+    """R59: seen with an endpoint that refuses connections."""
+    parser = EventParser(SPECS["pi"].events.rules)
+    line = {"type": "agent_end", "messages": [{"role": "user"}, {"stopReason": "error", "errorMessage": "no"}]}
+    (event,) = parser.feed(json.dumps(line).encode() + b"\n")
+    assert event.data == {"reason": "error", "failed": True}

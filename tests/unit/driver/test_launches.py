@@ -1,0 +1,198 @@
+"""From a spec to what is really started: values of any form arrive intact, and secrets stay where they belong."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument
+from penstock_driver.launches import AgentChoice, Launch, McpServer, Place, check_choice, plan_launch
+from penstock_driver.registry import built_in_specs
+from penstock_driver.specs import AgentSpec, Delivery, parse_spec
+
+SPECS = {spec.name: spec for spec in built_in_specs()}
+ANYTHING = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+NASTY = ["sk-test '$(leak)", '"}], {"', "{{model}}", "{env:HOME}", "`id`", "a\nb", "--flag", "!cat /etc/passwd", "\\"]
+everyone = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+
+
+def place(**changes: Any) -> Place:
+    values = {
+        "home": "/home/agent", "workdir": "/workspace", "toolbox": "/opt/t", "base_url": "http://127.0.0.1:7780/r/1/v1",
+        "api_key": "the-key", "model": "Qwen/Q3:x", "rollout_id": "r1", "wall_time_s": 60.0,
+    }  # fmt: skip
+    return Place(**{**values, **changes})
+
+
+def files(launch: Launch) -> dict[str, bytes]:
+    return {file.path: file.content for file in launch.files}
+
+
+def holds(tree: Any, value: Any) -> bool:
+    """Whether a JSON tree has `value` as one of its leaves."""
+    if isinstance(tree, dict):
+        return any(holds(item, value) for item in tree.values())
+    if isinstance(tree, list):
+        return any(holds(item, value) for item in tree)
+    return type(tree) is type(value) and bool(tree == value)
+
+
+@everyone
+@given(key=st.one_of(st.sampled_from(NASTY), ANYTHING.filter(str.strip)))
+def test_a_key_of_any_form_reaches_the_agent_in_a_file_and_in_no_argument(spec: AgentSpec, key: str) -> None:
+    """R1, R2: for every built-in agent; the key is a file's whole content or one value of a JSON file."""
+    marked = f"<{key}>"
+    launch = plan_launch(spec, AgentChoice(), place(api_key=marked), "task")
+    assert not any(marked in argument for argument in launch.argv)
+    assert not any(marked in value for value in launch.env.values())
+    found = [
+        path
+        for path, content in files(launch).items()
+        if content == marked.encode() or (path.endswith(".json") and holds(json.loads(content), marked))
+    ]
+    assert len(found) == 1
+
+
+@everyone
+@given(instruction=st.one_of(st.sampled_from(NASTY), ANYTHING))
+def test_an_instruction_of_any_form_arrives_byte_for_byte(spec: AgentSpec, instruction: str) -> None:
+    """R67, R68: by standard input or a file; never by argv for the built-in agents."""
+    launch = plan_launch(spec, AgentChoice(), place(), instruction)
+    if spec.instruction.method is Delivery.STDIN:
+        assert launch.stdin == instruction.encode()
+    else:
+        assert files(launch)[f"/home/agent/{spec.instruction.path}"] == instruction.encode()
+        assert launch.stdin is None
+    assert launch.argv == plan_launch(spec, AgentChoice(), place(), "").argv
+
+
+@everyone
+@given(prompt=st.one_of(st.sampled_from(NASTY), ANYTHING))
+def test_a_system_prompt_of_any_form_arrives_intact(spec: AgentSpec, prompt: str) -> None:
+    """R63: as a JSON value, or as the end of a text file."""
+    launch = plan_launch(spec, AgentChoice(options={"system_prompt": prompt}), place(), "task")
+    plain = plan_launch(spec, AgentChoice(), place(), "task")
+    new = {path: content for path, content in files(launch).items() if files(plain).get(path) != content}
+    assert len(new) == 1
+    for path, content in new.items():
+        if path.endswith(".json"):
+            assert holds(json.loads(content), prompt)
+        else:
+            assert content.endswith(prompt.encode())
+
+
+@everyone
+def test_every_declared_option_takes_effect(spec: AgentSpec) -> None:
+    """R63: with any option given, what is started differs from what is started without it."""
+    samples: dict[str, Any] = {"string": "high", "integer": 7, "number": 0.5, "boolean": True}
+    plain = plan_launch(spec, AgentChoice(), place(), "task")
+    for option in spec.options:
+        choice = AgentChoice(options={option.name: samples[option.type.value]})
+        check_choice(spec, choice, "task")
+        assert plan_launch(spec, choice, place(), "task") != plain, option.name
+
+
+@everyone
+def test_the_model_endpoint_is_in_a_file_and_not_in_the_environment_of_the_agents_programs(spec: AgentSpec) -> None:
+    """R10, R18: the base URL arrives, and only by file."""
+    launch = plan_launch(spec, AgentChoice(), place(), "task")
+    assert any(
+        path.endswith(".json") and holds(json.loads(content), place().base_url)
+        for path, content in files(launch).items()
+    )
+    assert place().base_url not in str(launch.env)
+    assert not launch.secret_env
+
+
+def test_what_an_agent_cannot_honour_is_refused_before_anything_starts() -> None:
+    """R63, R64, R68, R69: options, seed, permissions, MCP servers."""
+    choice = AgentChoice(
+        options={"thinking": "high", "temperature": "hot", "max_turns": 1.5, "stream": 1},
+        skip_permissions=True,
+        mcp_servers=(McpServer("s", ("prog",)),),
+    )
+    with pytest.raises(InvalidArgument) as caught:
+        check_choice(SPECS["shell"], choice, "task")
+    assert {violation.field for violation in caught.value.violations} == {
+        "spec.agent.options.thinking",
+        "spec.agent.options.temperature",
+        "spec.agent.options.max_turns",
+        "spec.agent.options.stream",
+        "spec.agent.skip_permissions",
+        "spec.agent.mcp_servers",
+    }
+    with pytest.raises(InvalidArgument, match="takes no seed"):
+        check_choice(SPECS["pi"], AgentChoice(seed=1), "task")
+
+
+def test_unset_and_false_are_different() -> None:
+    """R64."""
+    config = "/home/agent/.shell-agent/config.json"
+
+    def stream(choice: AgentChoice) -> Any:
+        launched = plan_launch(SPECS["shell"], choice, place(), "task")
+        return json.loads(files(launched)[config]).get("stream", "unset")
+
+    assert stream(AgentChoice()) == "unset"
+    assert stream(AgentChoice(options={"stream": False})) is False
+
+
+def test_whole_numbers_stay_whole() -> None:
+    """R63: a Struct has doubles only, and an integer option is an integer all the same."""
+    launch = plan_launch(SPECS["shell"], AgentChoice(options={"max_turns": 3.0}, seed=7), place(), "task")
+    config = json.loads(files(launch)["/home/agent/.shell-agent/config.json"])
+    assert (config["max_turns"], config["seed"]) == (3, 7)
+    assert isinstance(config["max_turns"], int)
+
+
+def test_mcp_servers_are_configured_in_the_agents_own_way() -> None:
+    """R69: OpenCode's configuration has each server, secrets of a server included, and nothing else is lost."""
+    servers = (
+        McpServer("local", ("prog", "a b"), {"A": "b"}, {"S": "secret"}),
+        McpServer("remote", url="http://127.0.0.1:9/mcp"),
+    )
+    launch = plan_launch(SPECS["opencode"], AgentChoice(mcp_servers=servers), place(), "task")
+    config = json.loads(files(launch)["/home/agent/.config/opencode/opencode.json"])
+    assert config["mcp"]["local"]["command"] == ["prog", "a b"]
+    assert config["mcp"]["local"]["environment"] == {"A": "b", "S": "secret"}
+    assert config["mcp"]["remote"] == {"type": "remote", "url": "http://127.0.0.1:9/mcp", "enabled": True}
+    assert config["model"] == "gate/Qwen/Q3:x"
+
+
+def test_permission_skipping_flags_are_given_only_when_asked_for() -> None:
+    """R68."""
+    spec = SPECS["opencode"]
+    assert "--auto" not in plan_launch(spec, AgentChoice(), place(), "t").argv
+    assert "--auto" in plan_launch(spec, AgentChoice(skip_permissions=True), place(), "t").argv
+
+
+@pytest.mark.parametrize("model", ["", "-x", "a b", "{{key}}", "a\nb", "{env:X}", "x" * 300])
+def test_a_model_name_that_could_be_read_as_something_else_is_refused(model: str) -> None:
+    """R2."""
+    with pytest.raises(FailedPrecondition, match="model's name"):
+        plan_launch(SPECS["shell"], AgentChoice(), place(model=model), "t")
+
+
+@given(value=ANYTHING)
+def test_values_keep_their_type_in_toml_and_options_not_given_leave_no_trace(value: str) -> None:
+    """R2, R63: the same rules for TOML files, arguments and environment."""
+    spec = parse_spec({
+        "name": "t", "version": "1", "dialects": ["responses"], "instruction": {"method": "stdin"},
+        "argv": ["t", "--x={{option.x}}", "{{option.n}}"],
+        "env": {"KEY": "{{api_key}}", "X": "{{option.x}}"},
+        "files": [{"path": "c.toml", "toml": {"url": "{{base_url}}", "n": "{{option.n}}", "x": "{{option.x}}"}}],
+        "options": [{"name": "x", "type": "string"}, {"name": "n", "type": "integer"}],
+    })  # fmt: skip
+    without = plan_launch(spec, AgentChoice(), place(), "t")
+    assert without.argv == ("t",)
+    assert (dict(without.env), dict(without.secret_env)) == ({}, {"KEY": "the-key"})
+    assert tomllib.loads(files(without)["/home/agent/c.toml"].decode()) == {"url": place().base_url}
+    launch = plan_launch(spec, AgentChoice(options={"x": value, "n": 3.0}), place(), "t")
+    assert launch.argv == ("t", f"--x={value}", "3")
+    assert launch.env["X"] == value
+    assert tomllib.loads(files(launch)["/home/agent/c.toml"].decode()) == {"url": place().base_url, "n": 3, "x": value}

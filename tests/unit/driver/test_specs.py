@@ -1,0 +1,98 @@
+"""Agent specs: what is refused and why, and that the built-in ones survive the wire."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from penstock_chassis.errors import InvalidArgument
+from penstock_driver.registry import built_in_specs, load_spec
+from penstock_driver.rpc.agents import spec_from_proto, spec_to_proto
+from penstock_driver.specs import AgentSpec, parse_spec
+
+SPECS = {spec.name: spec for spec in built_in_specs()}
+GOOD: dict[str, Any] = {
+    "name": "tool",
+    "version": "1.0.0",
+    "argv": ["tool", "--file", "{{instruction_path}}", "{{option.level}}"],
+    "instruction": {"method": "file", "path": ".tool/task.md"},
+    "files": [{"path": ".tool/config.json", "json": {"url": "{{base_url}}", "key": "{{api_key}}"}}],
+    "dialects": ["chat_completions"],
+    "options": [{"name": "level", "type": "string"}],
+}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {**copy.deepcopy(GOOD), **changes}
+
+
+def refusal(data: dict[str, Any]) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as caught:
+        parse_spec(data)
+    assert caught.value.reason == "SPEC_INVALID"
+    return caught.value
+
+
+def test_the_built_in_agents_are_the_yaml_files() -> None:
+    """R66: opencode, pi and shell come as data."""
+    assert set(SPECS) == {"opencode", "pi", "shell"}
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_a_built_in_spec_survives_the_wire_unchanged(spec: AgentSpec) -> None:
+    """R17: a spec travels whole in its proto, so a client in any language can register one."""
+    assert spec_from_proto(spec_to_proto(spec)) == spec
+    assert spec_from_proto(spec_to_proto(spec)).sha256 == spec.sha256
+
+
+def test_a_spec_is_known_by_its_content() -> None:
+    """R63: the version pin is part of what tells specs apart."""
+    assert parse_spec(GOOD).sha256 == parse_spec(copy.deepcopy(GOOD)).sha256
+    assert parse_spec(GOOD).sha256 != parse_spec(changed(version="1.0.1")).sha256
+
+
+@pytest.mark.parametrize(
+    ("data", "field", "reason"),
+    [
+        (changed(colour="red"), "colour", "not permitted"),
+        (changed(name="Not A Name"), "name", "pattern"),
+        (changed(argv=[]), "argv", "at least 1"),
+        (changed(argv=["tool", "{{nonsense}}", "{{option.level}}"]), "spec", "unknown placeholder {{nonsense}}"),
+        (changed(argv=["tool", "{{api_key}}", "{{option.level}}"]), "spec", "{{api_key}} may not be used here"),
+        (changed(argv=["tool", "{{instruction}}", "{{option.level}}"]), "spec", "method is argv"),
+        (changed(argv=["tool"]), "spec", "level is declared, but nothing uses it"),
+        (changed(files=[]), "spec", "nothing uses {{base_url}}"),
+        (changed(dialects=["morse"]), "dialects.0", "chat_completions"),
+        (changed(instruction={"method": "file"}), "instruction", "path is required"),
+        (changed(instruction={"method": "file", "path": "../up"}), "instruction.path", "without '..'"),
+        (changed(toolbox={"npm_packages": ["opencode-ai"]}), "toolbox.npm_packages.0", "pattern"),
+        (changed(toolbox={"npm_packages": ["x@latest"]}), "toolbox.npm_packages.0", "pattern"),
+        (changed(files=[{"path": "a", "text": "k={{api_key}}\nurl={{base_url}}"}]), "spec", "only be the end"),
+        (changed(files=[{"path": "a", "json": {}, "text": "{{base_url}}"}]), "files.0", "exactly one"),
+        (changed(events={"rules": [{"when": "type ==", "kind": "done"}]}), "events.rules.0.when", "JMESPath"),
+        (changed(mcp={"path": "a", "key": "k", "entry": "{"}), "mcp.entry", "JMESPath"),
+        (changed(env={"A B": "x"}), "env.A B.[key]", "pattern"),
+        (changed(check_argv=["{{option.level}}"]), "spec", "may not be used here"),
+    ],
+)
+def test_a_wrong_spec_is_refused_by_field_and_reason(data: dict[str, Any], field: str, reason: str) -> None:
+    """R1, R2, R18, R63: what a spec may not say, it cannot say."""
+    error = refusal(data)
+    found = [(violation.field, violation.description) for violation in error.violations]
+    assert any(where == field and reason in why for where, why in found), found
+
+
+def test_a_spec_that_is_no_yaml_mapping_is_refused() -> None:
+    """R17."""
+    for text in ("[", "- a", "just text"):
+        with pytest.raises(InvalidArgument):
+            load_spec(text, {})
+
+
+def test_a_toolbox_file_may_come_from_beside_the_spec_only() -> None:
+    """R12: nothing else of the server's files can be named."""
+    text = "toolbox: {files: [{path: a, from: /etc/passwd}]}"
+    with pytest.raises(InvalidArgument, match="beside the spec"):
+        load_spec(text, {})

@@ -1,0 +1,107 @@
+"""The demo's learner: advantages, updates, the trainer's logprobs against the engine's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from penstock_inference.engines.base import Done, EngineOptions, GenerateRequest, Sampling
+from penstock_inference.engines.numpy import NumpyEngine
+
+import model
+import tasks
+from learner import Learner, Row, advantages
+from penstock_codec import Codec
+
+
+@pytest.fixture(scope="module")
+def codec() -> Codec:
+    return tasks.build_codec()
+
+
+@pytest.fixture
+def learner(codec: Codec) -> Learner:
+    return Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed=7)
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(0, 1)), max_size=16))
+def test_ungraded_rollouts_get_no_advantage_and_do_not_move_the_others(rewards: list[float | None]) -> None:
+    """R74: not graded is not zero."""
+    answers = advantages(rewards)
+    assert [answer is None for answer in answers] == [reward is None for reward in rewards]
+    graded = [reward for reward in rewards if reward is not None]
+    assert [answer for answer in answers if answer is not None] == advantages(graded)
+    assert abs(sum(answer for answer in answers if answer is not None)) < 1e-6
+
+
+def test_a_group_of_equal_rewards_teaches_nothing(learner: Learner) -> None:
+    """R74: without a difference there is no signal, and no step."""
+    assert advantages([1.0, 1.0, None]) == [0.0, 0.0, None]
+    before = learner.weights()
+    learner.update([_row(learner, 0.0, seed) for seed in range(4)])
+    assert all(np.array_equal(before[name], value) for name, value in learner.weights().items())
+
+
+def test_an_update_makes_what_was_rewarded_likelier_and_the_rest_less_likely(learner: Learner) -> None:
+    """R84: only sampled tokens count, and they count by their advantage."""
+    good, bad = _row(learner, 1.0, 1), _row(learner, -1.0, 2)
+    before = [_likelihood(learner, row) for row in (good, bad)]
+    for _ in range(3):
+        learner.update([good, bad])
+    after = [_likelihood(learner, row) for row in (good, bad)]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+def test_the_same_seed_and_rows_give_the_same_weights(codec: Codec) -> None:
+    """A run is repeated by its seed."""
+    ends = []
+    for _ in range(2):
+        learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed=11)
+        learner.update([_row(learner, advantage, seed) for seed, advantage in enumerate((1.0, -1.0, 0.5))])
+        ends.append(learner.weights())
+    assert all(np.array_equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+async def test_the_engine_reports_the_logprobs_that_the_trainer_computes(
+    codec: Codec, learner: Learner, tmp_path: Path
+) -> None:
+    """R82: of the exported model, sampled through the embedded engine, within 1e-4; the gap is reported by the update."""
+    model.export(learner.params, learner.config, codec.files, tmp_path)
+    prompt = codec.render(tasks.prompt(tasks.TASKS[0]), [tasks.BASH])
+    engine = await NumpyEngine.open(EngineOptions(model_dir=tmp_path, model_name="demo"))
+    rows = []
+    try:
+        for seed in range(4):
+            request = GenerateRequest(f"r{seed}", prompt, Sampling(max_tokens=40, seed=seed, ignore_eos=True))
+            done = [event async for event in engine.generate(request)][-1]
+            assert isinstance(done, Done)
+            zeros = np.zeros(len(prompt), np.float32)
+            ids = np.concatenate([prompt, done.token_ids])
+            mask = np.concatenate([zeros, np.ones(len(done.token_ids), np.float32)])
+            rows.append(Row(ids, mask, np.concatenate([zeros, done.logprobs]), 1.0 - 2.0 * (seed % 2)))
+    finally:
+        await engine.aclose()
+    gaps = [np.abs((_logprobs(learner, row) - row.logprobs) * row.mask).max() for row in rows]
+    assert max(gaps) < 1e-4
+    _, reported = learner.update(rows)
+    assert reported == pytest.approx(max(gaps), abs=1e-5)
+
+
+def _row(learner: Learner, advantage: float, seed: int) -> Row:
+    """Twenty random tokens, the last ten of them sampled with the likelihood that the learner gives them."""
+    ids = np.random.default_rng(seed).integers(0, learner.config.vocab_size, 20).astype(np.int32)
+    mask = (np.arange(20) >= 10).astype(np.float32)
+    row = Row(ids, mask, np.zeros(20, np.float32), advantage)
+    return Row(ids, mask, (_logprobs(learner, row) * mask).astype(np.float32), advantage)
+
+
+def _logprobs(learner: Learner, row: Row) -> np.ndarray:
+    return np.asarray(model.token_logprobs(learner.params, learner.config, row.ids[None]))[0]
+
+
+def _likelihood(learner: Learner, row: Row) -> float:
+    return float((_logprobs(learner, row) * row.mask).sum())
