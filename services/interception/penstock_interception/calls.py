@@ -239,6 +239,8 @@ class Rollout:
     held_since: float | None = None
     paused_s: float = 0.0
     caller_key: str | None = None
+    # Its calls and graph are on disk only, until somebody asks for them: so it is with most closed rollouts.
+    shelved: bool = False
 
     @property
     def id(self) -> str:
