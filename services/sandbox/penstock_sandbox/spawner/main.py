@@ -19,7 +19,6 @@ import select
 import signal
 import socket
 import sys
-from dataclasses import dataclass, field
 
 from penstock_sandbox.spawner import door, syscalls, wire
 
@@ -28,23 +27,27 @@ _STDERR_LIMIT = 4096
 FIRST_PROCESS = ("/bin/bash", "--norc", "--noprofile", "-c", "echo; while read -r _; do :; done")
 
 
-@dataclass(slots=True)
 class _Sandbox:
-    id: str
-    uid: int | None
-    groups: list[str]
-    bwrap: int
-    seq: int | None  # the create request still to be answered
-    door_channel: int | None
-    info: int
-    life: socket.socket  # the first process's input and output; its closing ends it
-    errors: int
-    info_text: bytes = b""
-    error_text: bytes = b""
-    pidfd: int | None = None
-    first_pid: int = 0
-    door_pid: int | None = None
-    destroy_seqs: list[int] = field(default_factory=list)
+    """One sandbox. No dataclass: their import would double what every fork has to copy."""
+
+    def __init__(
+        self, request: wire.Message, bwrap: int, door_channel: int, info: int, life: socket.socket, errors: int
+    ):
+        self.id: str = request["id"]
+        self.uid: int | None = request["uid"]
+        self.groups: list[str] = request["groups"]
+        self.seq: int | None = request["seq"]  # the create request still to be answered
+        self.bwrap = bwrap
+        self.door_channel: int | None = door_channel
+        self.info = info
+        self.life = life  # the first process's input and output; its closing ends it
+        self.errors = errors
+        self.info_text = b""
+        self.error_text = b""
+        self.pidfd: int | None = None
+        self.first_pid = 0
+        self.door_pid: int | None = None
+        self.destroy_seqs: list[int] = []
 
 
 class Spawner:
@@ -123,56 +126,50 @@ class Spawner:
         life, payload = socket.socketpair()
         info, info_write = os.pipe()
         errors, errors_write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            code = 71
-            try:
-                self._become_bwrap(request, payload.fileno(), info_write, errors_write)
-            except OSError as error:
-                os.write(errors_write, str(error).encode())
-            finally:
-                os._exit(code)
+        try:
+            pid = self._spawn_bwrap(request, payload.fileno(), info_write, errors_write)
+        except OSError:
+            for descriptor in (info, info_write, errors, errors_write):
+                os.close(descriptor)
+            life.close()
+            payload.close()
+            raise
         payload.close()
         os.close(info_write)
         os.close(errors_write)
         for descriptor in (info, errors):
             os.set_blocking(descriptor, False)
         life.setblocking(False)
-        sandbox = _Sandbox(
-            id=request["id"],
-            uid=request["uid"],
-            groups=request["groups"],
-            bwrap=pid,
-            seq=request["seq"],
-            door_channel=descriptors[0],
-            info=info,
-            life=life,
-            errors=errors,
-        )
+        sandbox = _Sandbox(request, pid, descriptors[0], info, life, errors)
         self._sandboxes[sandbox.id] = sandbox
         self._watch(info, "info", sandbox)
         self._watch(errors, "errors", sandbox)
         self._watch(life.fileno(), "life", sandbox)
 
-    def _become_bwrap(self, request: wire.Message, payload: int, info: int, errors: int) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        for group in request["groups"]:
-            with open(group, "w", encoding="utf-8") as file:
-                file.write("0")
+    def _spawn_bwrap(self, request: wire.Message, payload: int, info: int, errors: int) -> int:
+        """Start bubblewrap as the sandbox's user, without copying this process: a fork would cost more than it does."""
         uid: int | None = request["uid"]
         if uid is not None:
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-        # bubblewrap asks for this too, but only once it runs; changing the user clears it.
-        syscalls.die_with_parent(signal.SIGKILL)
-        os.dup2(payload, 0)
-        os.dup2(payload, 1)
-        os.dup2(errors, 2)
-        os.set_inheritable(info, True)
-        arguments = [self._bwrap, "--info-fd", str(info), *request["argv"], "--", *FIRST_PROCESS]
-        os.execve(self._bwrap, arguments, {})
+            # Only the saved user stays root, which no program that is executed keeps.
+            os.setresgid(uid, uid, 0)
+            os.setresuid(uid, uid, 0)
+        try:
+            return os.posix_spawn(
+                self._bwrap,
+                [self._bwrap, "--info-fd", "3", *request["argv"], "--", *FIRST_PROCESS],
+                {},
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, payload, 0),
+                    (os.POSIX_SPAWN_DUP2, payload, 1),
+                    (os.POSIX_SPAWN_DUP2, errors, 2),
+                    (os.POSIX_SPAWN_DUP2, info, 3),
+                ],
+                setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXFSZ],
+            )
+        finally:
+            if uid is not None:
+                os.setresuid(0, 0, 0)
+                os.setresgid(0, 0, 0)
 
     def _watch(self, descriptor: int, kind: str, sandbox: _Sandbox) -> None:
         self._watched[descriptor] = (kind, sandbox)
@@ -204,6 +201,10 @@ class Spawner:
         _, _, rest = sandbox.info_text.partition(b'"child-pid":')
         sandbox.first_pid = int(rest.split(b",")[0].split(b"\n")[0].split(b"}")[0])
         sandbox.pidfd = os.pidfd_open(sandbox.first_pid)
+        # Nothing of an agent's runs yet: whatever it will start inherits these, from the first process or the door.
+        for group in sandbox.groups:
+            with open(group, "w", encoding="utf-8") as file:
+                file.write(str(sandbox.first_pid))
         channel = sandbox.door_channel
         assert channel is not None and sandbox.seq is not None
         pid = os.fork()
@@ -307,6 +308,8 @@ def main() -> None:
     channel.set_inheritable(False)
     syscalls.die_with_parent(signal.SIGKILL)
     syscalls.become_subreaper()
+    if os.geteuid() == 0:
+        os.setgroups([])
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The service decides; a Ctrl-C in its terminal reaches the whole foreground group.
         signal.signal(ignored, signal.SIG_IGN)
