@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import select
@@ -20,9 +21,11 @@ import signal
 import socket
 import sys
 
-from penstock_sandbox.spawner import door, syscalls, wire
+from penstock_sandbox.spawner import door, seccomp, syscalls, wire
 
 _STDERR_LIMIT = 4096
+# Descriptors that bubblewrap is given beside 0, 1 and 2, and the first number that is nobody's.
+_INFO, _CALLS, _FIRST_FREE = 3, 4, 5
 # The sandbox's first process: it owns nothing, reaps what agents orphan (bash does) and ends when its input does.
 FIRST_PROCESS = ("/bin/bash", "--norc", "--noprofile", "-c", "echo; while read -r _; do :; done")
 
@@ -59,6 +62,7 @@ class Spawner:
         self._sandboxes: dict[str, _Sandbox] = {}
         self._watched: dict[int, tuple[str, _Sandbox]] = {}
         self._bwrap = ""
+        self._calls = seccomp.program()
 
     def serve(self) -> None:
         """Run until the service closes its end; then kill everything."""
@@ -149,6 +153,14 @@ class Spawner:
     def _spawn_bwrap(self, request: wire.Message, payload: int, info: int, errors: int) -> int:
         """Start bubblewrap as the sandbox's user, without copying this process: a fork would cost more than it does."""
         uid: int | None = request["uid"]
+        opened: list[int] = []
+        if self._calls is not None:
+            # bubblewrap reads it to its end, so each one gets a pipe of its own; it fits a pipe's buffer.
+            calls, calls_write = os.pipe()
+            os.write(calls_write, self._calls)
+            os.close(calls_write)
+            opened.append(calls)
+        filtered = ["--seccomp", str(_CALLS)] if opened else []
         if uid is not None:
             # Only the saved user stays root, which no program that is executed keeps.
             os.setresgid(uid, uid, 0)
@@ -156,13 +168,14 @@ class Spawner:
         try:
             return os.posix_spawn(
                 self._bwrap,
-                [self._bwrap, "--info-fd", "3", *request["argv"], "--", *FIRST_PROCESS],
+                [self._bwrap, "--info-fd", str(_INFO), *filtered, *request["argv"], "--", *FIRST_PROCESS],
                 {},
                 file_actions=[
                     (os.POSIX_SPAWN_DUP2, payload, 0),
                     (os.POSIX_SPAWN_DUP2, payload, 1),
                     (os.POSIX_SPAWN_DUP2, errors, 2),
-                    (os.POSIX_SPAWN_DUP2, info, 3),
+                    (os.POSIX_SPAWN_DUP2, info, _INFO),
+                    *((os.POSIX_SPAWN_DUP2, calls, _CALLS) for calls in opened),
                 ],
                 setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXFSZ],
             )
@@ -170,6 +183,8 @@ class Spawner:
             if uid is not None:
                 os.setresuid(0, 0, 0)
                 os.setresgid(0, 0, 0)
+            for descriptor in opened:
+                os.close(descriptor)
 
     def _watch(self, descriptor: int, kind: str, sandbox: _Sandbox) -> None:
         self._watched[descriptor] = (kind, sandbox)
@@ -211,7 +226,14 @@ class Spawner:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             _close_others({0, 1, 2, channel, sandbox.pidfd})
-            door.enter(sandbox.pidfd, sandbox.first_pid, socket.socket(fileno=channel), sandbox.uid, sandbox.groups)
+            door.enter(
+                sandbox.pidfd,
+                sandbox.first_pid,
+                socket.socket(fileno=channel),
+                sandbox.uid,
+                sandbox.groups,
+                self._calls,
+            )
         os.close(channel)
         sandbox.door_channel = None
         sandbox.door_pid = pid
@@ -304,8 +326,12 @@ def _close_others(kept: set[int]) -> None:
 
 def main() -> None:
     """Run on the channel whose descriptor is the first argument."""
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    channel.set_inheritable(False)
+    given = int(sys.argv[1])
+    channel = socket.socket(fileno=fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE))
+    os.close(given)
+    # What bubblewrap finds at these numbers is put there for each one; nothing else may have them.
+    for reserved in range(3, _FIRST_FREE):
+        os.dup2(0, reserved, inheritable=False)
     syscalls.die_with_parent(signal.SIGKILL)
     syscalls.become_subreaper()
     if os.geteuid() == 0:
