@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 import structlog
@@ -72,10 +71,8 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
         )
         lost = await fleet.recover()
         fleet.watch_calls()
-        release: asyncio.Task[None] | None = None
         if lost:
             _log.warning("rollouts were running when the last driver died", count=lost)
-            release = asyncio.ensure_future(fleet.release_lost(lost))
 
         async def drain(_seconds: float) -> None:
             await fleet.aclose()
@@ -87,10 +84,6 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                 drain=drain,
             )
         finally:
-            if release:
-                release.cancel()
-                with suppress(asyncio.CancelledError):
-                    await release
             await fleet.aclose()
 
 

@@ -54,6 +54,8 @@ from penstock_driver.rollouts import (
 )
 
 AGENT_PROCESS: Final = "agent"
+NAMELESS_MODEL: Final = "model"
+"""What the agent calls the model when its source gives no name, as a bare tokenizer does."""
 STDERR_TAIL_BYTES: Final = 4096
 WATCH_MARGIN_S: Final = 30.0
 """How much longer than the agent's own limit the driver waits for its exit before it calls the sandbox lost."""
@@ -230,7 +232,7 @@ class Conductor:
             toolbox=prepared.toolbox.mount_path,
             base_url=f"http://127.0.0.1:{self._agent_port}{opening.base_paths[dialect]}",
             api_key=opening.token,
-            model=opening.model_name,
+            model=opening.model_name or NAMELESS_MODEL,
             rollout_id=self._id,
             wall_time_s=order.limits.agent_s,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 from penstock_chassis.errors import FailedPrecondition
@@ -165,12 +165,9 @@ def setup_commands(order: RolloutOrder) -> tuple[Command, ...]:
     """The task's setup commands with the task's environment, each bounded by the setup limit."""
     limit = order.limits.setup_s
     return tuple(
-        Command(
-            argv=command.argv,
-            shell=command.shell,
+        replace(
+            command,
             env={**order.task.env, **command.env},
-            secret_env=command.secret_env,
-            cwd=command.cwd,
             timeout_s=limit if command.timeout_s is None else min(limit, command.timeout_s),
         )
         for command in order.task.setup
