@@ -292,6 +292,8 @@ class Call:
     http_attempts: int = 1
     # Whether the answer's last byte was written to a connection that was still open.
     told: bool = False
+    # Whether it is in the journal: from the end of its admission on.
+    journalled: bool = False
     size: int = 0
     # Runs while the service itself answers the call; cancelled when the call ends by other means.
     work: asyncio.Task[None] | None = None

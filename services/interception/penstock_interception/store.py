@@ -131,7 +131,8 @@ class CallStore:
         arrival = call.arrival
         return self._submit(
             "INSERT INTO calls (call_id, rollout_id, position, retry_key, arrival, body, body_sha256, received,"
-            " expires, delegated, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            " expires, delegated, state, end_reason, ended, failure, lease_id, session_id, prompt_sha256,"
+            " min_policy_version, leases) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             call.id,
             call.rollout.id,
             call.index,
@@ -142,19 +143,25 @@ class CallStore:
             call.received,
             call.expires,
             int(call.delegated),
-            CallState.QUEUED.value,
+            call.state.value,
+            call.end_reason,
+            call.ended_at,
+            records.dump_failure(call.failure) if call.failure is not None else None,
+            call.lease_id,
+            call.holder.id if call.holder is not None else "",
+            _prompt_digest(call),
+            call.min_policy_version,
+            call.leases,
         )
 
     def put_lease(self, call: Call) -> asyncio.Future[list[int]]:
         """A call was leased: a restart keeps the lease for its session to resume."""
-        session = call.holder.id if call.holder is not None else ""
-        prompt = hashlib.sha256(call.plan.prompt_ids.tobytes()).digest() if call.plan is not None else None
         return self._submit(
             "UPDATE calls SET lease_id = ?, session_id = ?, prompt_sha256 = ?, min_policy_version = ?, leases = ?,"
             " delegated = 0 WHERE call_id = ?",
             call.lease_id,
-            session,
-            prompt,
+            call.holder.id if call.holder is not None else "",
+            _prompt_digest(call),
             call.min_policy_version,
             call.leases,
             call.id,
@@ -262,6 +269,11 @@ class CallStore:
         return written
 
 
+def _prompt_digest(call: Call) -> bytes | None:
+    """Tells after a restart whether a lease was given for the prompt that is made then."""
+    return hashlib.sha256(call.plan.prompt_ids.tobytes()).digest() if call.plan is not None else None
+
+
 def _report(written: asyncio.Future[list[int]]) -> None:
     # Most writes are awaited by nobody: their order is what matters. A failure must not be silent.
     if not written.cancelled() and (error := written.exception()) is not None:
@@ -271,6 +283,8 @@ def _report(written: asyncio.Future[list[int]]) -> None:
 def _load_call(rollout: Rollout, row: Row) -> Call:
     state = CallState(row["state"])
     over = state.terminal
+    if not over:
+        state = CallState.QUEUED  # whoever had it is gone; a lease that may be resumed is restored by the gate
     arrival = records.load_arrival(
         row["arrival"],
         body=b"" if over else row["body"],
@@ -298,6 +312,7 @@ def _load_call(rollout: Rollout, row: Row) -> Call:
         leases=row["leases"],
         http_attempts=row["http_attempts"],
         told=bool(row["told"]),
+        journalled=True,
     )
     if row["failure"] is not None:
         call.failure = records.load_failure(row["failure"])

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import replace
 from typing import TypeVar
 
 import structlog
@@ -23,9 +22,11 @@ from penstock_interception.calls import Answerer, Arrival, Call, Opening, Rollou
 from penstock_interception.clock import Clock
 from penstock_interception.completions import Completion, Failure
 from penstock_interception.conversation import Conversation
-from penstock_interception.gate import Gate, GateLimits, Recorded, Rejection
+from penstock_interception.gate import Gate, GateLimits
 from penstock_interception.graph import Plan
+from penstock_interception.ports import Recorded, Rejection
 from penstock_interception.requests import ChatRequest
+from penstock_interception.sampling import with_max_tokens
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
 from penstock_interception.sources.registry import Sources
 from penstock_interception.store import CallStore
@@ -116,8 +117,11 @@ class Turns:
         call = self.gate.admit(rollout, arrival)
         conversation = self._conversations[rollout.id]
         if conversation.fresh_bytes(len(arrival.body)) <= INLINE_BYTES:
+            # Nobody else runs in between: one write says that the call came and to whom it was leased.
             self._prepare(call, request, None)
+            self.gate.journal(call)
         else:
+            self.gate.journal(call)
             self._tasks.create_task(self._prepare_elsewhere(call, request))
         return call
 
@@ -189,10 +193,10 @@ class Turns:
         try:
             source: ModelSource = self._sources.source(rollout.opening, rollout.caller_key)
             completion = await source.complete(call)
-            outcome = await self.gate.settle(call, completion, answerer=source.answerer)
+            outcome = await self.gate.answers.settle(call, completion, answerer=source.answerer)
         except SourceError as error:
             _log.warning("a model source failed", call_id=call.id, rollout_id=rollout.id, reason=error.reason)
-            outcome = await self.gate.settle(
+            outcome = await self.gate.answers.settle(
                 call, Failure(error.reason, str(error), error.retriable), answerer=Answerer.INFERENCE
             )
         except PenstockError as error:
@@ -214,4 +218,4 @@ class Turns:
 def _bounded(sampling: Sampling, room: int | None) -> Sampling:
     if room is None or (sampling.max_tokens is not None and sampling.max_tokens <= room):
         return sampling
-    return replace(sampling, max_tokens=room)
+    return with_max_tokens(sampling, room)

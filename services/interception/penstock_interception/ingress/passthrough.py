@@ -69,7 +69,10 @@ class Passthrough:
         if not path.startswith("/v1/") or ".." in path.split("/"):
             raise BadRequest("There is no such route.", None, "unknown_url")
         body = await request.read()
-        call = self._turns.gate.admit(rollout, _arrival(body)) if request.method == "POST" else None
+        call = None
+        if request.method == "POST":
+            call = self._turns.gate.admit(rollout, _arrival(body))
+            self._turns.gate.journal(call)
         try:
             return await self._exchange(request, source, path.removeprefix("/v1"), body, call)
         except (aiohttp.ClientError, TimeoutError) as error:

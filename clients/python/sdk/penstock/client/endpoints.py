@@ -47,7 +47,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """The addresses (`host:port`) of the four services, and how to call them. An empty one = there is no such service."""
+    """The addresses (`host:port`) of the four services, and how to call them. Empty = there is no such service."""
 
     sandbox: str = f"127.0.0.1:{DEFAULT_PORTS['sandbox']}"
     driver: str = f"127.0.0.1:{DEFAULT_PORTS['driver']}"
@@ -107,9 +107,20 @@ def resolve(target: Target | None = None, token: str | None = None, tls: Tls | N
 
 
 def connection_file() -> Path:
-    """Where `penstock up` says how to reach what it started: `$XDG_STATE_HOME/penstock/connection.json`."""
+    """Where `penstock up` says how to reach what it started: `$XDG_STATE_HOME/penstock/connection.json`.
+
+    The environment variable `PENSTOCK_CONNECTION` names another.
+    """
+    named = os.environ.get("PENSTOCK_CONNECTION")
+    if named:
+        return Path(named)
+    return state_dir() / "connection.json"
+
+
+def state_dir() -> Path:
+    """Where services of one person keep their state: `$XDG_STATE_HOME/penstock`, or `~/.local/state/penstock`."""
     base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "penstock" / "connection.json"
+    return (Path(base) if base else Path.home() / ".local" / "state") / "penstock"
 
 
 def write_connection(file: Path, endpoints: Endpoints, *, pid: int) -> None:

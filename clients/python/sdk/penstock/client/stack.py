@@ -27,7 +27,15 @@ from typing import Any, Final, Self
 
 import orjson
 
-from penstock.client.endpoints import DEFAULT_INGRESS_PORT, DEFAULT_PORTS, Endpoints, ServiceName, connection_file
+from penstock.client.endpoints import (
+    DEFAULT_INGRESS_PORT,
+    DEFAULT_PORTS,
+    Endpoints,
+    ServiceName,
+)
+from penstock.client.endpoints import (
+    state_dir as default_state_dir,
+)
 from penstock.client.errors import ConfigurationError, PenstockError
 
 START_TIMEOUT_S: Final = 120.0
@@ -100,7 +108,7 @@ class LocalStack:
         self._upstreams = upstreams
         self._tokenizers = tokenizers
         self._ports = ports
-        self.state_dir = (state_dir or connection_file().parent).absolute()
+        self.state_dir = (state_dir or default_state_dir()).absolute()
         self.log_dir = (log_dir or self.state_dir / "logs").absolute()
         self._settings = settings
         self.operator_token = secrets.token_hex(32)

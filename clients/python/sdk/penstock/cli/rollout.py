@@ -1,0 +1,234 @@
+"""`penstock rollout`: run an agent on a task and watch it."""
+
+import asyncio
+import secrets
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+from rich.markup import escape
+
+from penstock.cli import show
+from penstock.cli.console import FAILED, OK, err, out, quoted, run, usage_error
+from penstock.cli.services import services
+from penstock.cli.up import Engine, ModelDir, Script, StateDir, api_key, model_choice
+from penstock.client import (
+    AgentChoice,
+    ArtifactCollected,
+    Budgets,
+    Ended,
+    FailedPrecondition,
+    GroupHandle,
+    InterceptSession,
+    Limits,
+    Mode,
+    Outcome,
+    Penstock,
+    ResultRejected,
+    RolloutEvent,
+    RolloutHandle,
+    RolloutOptions,
+    Task,
+    Trajectory,
+    Upstream,
+)
+from penstock.client.export import write_jsonl
+
+_CANCEL_S = 30.0
+
+
+def rollout(
+    agent: Annotated[str, typer.Option(help="Which agent; `penstock agents` lists them.")],
+    task: Annotated[Path, typer.Option(help="Task file, YAML or JSON.")],
+    mode: Annotated[
+        Mode | None, typer.Option(help="Who answers; default: the proxy with --upstream, otherwise the gate.")
+    ] = None,
+    upstream: Annotated[
+        str | None, typer.Option(metavar="URL|NAME", help="An OpenAI-compatible endpoint, or the operator's by name.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="The upstream's model.")] = "",
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with the key for --upstream.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the agent; repeat.")
+    ] = None,
+    skip_permissions: Annotated[bool, typer.Option(help="Skip the agent's own permission prompts (recorded).")] = False,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, max=256, help="How many rollouts of the task.")] = 1,
+    timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds that the agent may run.")] = None,
+    max_calls: Annotated[int | None, typer.Option(min=1, help="Model calls at most.")] = None,
+    seed: Annotated[int | None, typer.Option(help="For agents with the option `seed`.")] = None,
+    run_id: Annotated[str | None, typer.Option(help="Groups rollouts of one run.")] = None,
+    model_dir: ModelDir = None,
+    engine: Engine = "numpy",
+    script: Script = None,
+    state_dir: StateDir = None,
+    save: Annotated[Path, typer.Option(help="Directory for trajectories and artifacts.")] = Path("runs/rollouts"),
+    as_json: Annotated[bool, typer.Option("--json", help="Events and results as JSON lines.")] = False,
+) -> None:
+    """Run an agent on a task, watch it live, and save its trajectory."""
+    if upstream is None and (model or api_key_env):
+        usage_error("--model and --api-key-env belong to --upstream")
+    key = api_key(api_key_env)
+    choice = model_choice(model_dir, engine, script)
+    options: RolloutOptions = {"mode": mode or (Mode.TRANSPARENT_PROXY if upstream else Mode.INTERCEPTION_GATE)}
+    if upstream is not None:
+        by_url = "://" in upstream
+        options["source"] = (
+            Upstream(base_url=upstream, api_key=key, model=model) if by_url else Upstream(name=upstream, model=model)
+        )
+    if timeout is not None:
+        options["limits"] = Limits(agent=timeout)
+    if max_calls is not None:
+        options["budgets"] = Budgets(max_calls=max_calls)
+    if seed is not None:
+        options["seed"] = seed
+    if run_id is not None:
+        options["run_id"] = run_id
+    chosen = AgentChoice(name=agent, options=_options(option or []), skip_permissions=skip_permissions)
+
+    async def work() -> int:
+        given = Task.load(task)
+        async with services(choice, state_dir=state_dir) as ps:
+            if upstream is None and not ps.endpoints.inference:
+                usage_error("there is no model to ask: give --model-dir DIR, or --upstream URL --model M")
+            return await _run(ps, given, chosen, n, options, save, as_json)
+
+    run(work())
+
+
+async def _run(
+    ps: Penstock, task: Task, agent: AgentChoice, n: int, options: RolloutOptions, save: Path, as_json: bool
+) -> int:
+    name = f"{agent.name}-{task.task_id}"[:100] + f"-{secrets.token_hex(4)}"
+    async with _answers(ps, name, n, options):
+        handle: RolloutHandle | GroupHandle
+        if n == 1:
+            handle = await ps.rollouts.create(task, agent, rollout_id=name, **options)
+        else:
+            handle = await ps.groups.create(task, agent, n, group_id=name, **options)
+        try:
+            ended = await _watch(handle, n, save, as_json)
+        except asyncio.CancelledError:
+            err.print("cancelling")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CANCEL_S):
+                    await handle.cancel("interrupted")
+            raise
+    failed = False
+    for rollout_id, outcome in ended.items():
+        failed |= outcome.failure is not None
+        await _finish(ps, rollout_id, outcome, save, as_json)
+    return FAILED if failed else OK
+
+
+@asynccontextmanager
+async def _answers(ps: Penstock, name: str, n: int, options: RolloutOptions) -> AsyncIterator[None]:
+    """In gate mode the command line is the trainer: it lets the model source answer each call."""
+    if options.get("mode") != Mode.INTERCEPTION_GATE:
+        yield
+        return
+    selector: dict[str, Any] = {"rollout_ids": (name,)} if n == 1 else {"group_id": name}
+    async with ps.intercept(**selector, credits=64, identity="penstock rollout") as session:
+        delegating = asyncio.create_task(_delegate(session), name="penstock-delegate")
+        try:
+            yield
+        finally:
+            delegating.cancel()
+            await asyncio.wait([delegating])
+        if not delegating.cancelled():
+            delegating.result()
+
+
+async def _delegate(session: InterceptSession) -> None:
+    async with asyncio.TaskGroup() as tasks, aclosing(session.calls()) as calls:
+        async for call in calls:
+            tasks.create_task(_pass_on(call))
+
+
+async def _pass_on(call: Any) -> None:
+    # A call that ended meanwhile needs no answer: its rollout says why.
+    with suppress(ResultRejected):
+        await call.delegate()
+
+
+async def _watch(handle: RolloutHandle | GroupHandle, n: int, save: Path, as_json: bool) -> dict[str, Outcome]:
+    """Shows events until all has ended; the outcomes in the order of their end."""
+    ended: dict[str, Outcome] = {}
+    events: AsyncGenerator[RolloutEvent, None] = handle.events()
+    async with aclosing(events):
+        async for item in events:
+            payload = item.payload
+            if isinstance(payload, ArtifactCollected):
+                _keep(save / item.rollout_id / "artifacts", payload)
+            if isinstance(payload, Ended):
+                ended[item.rollout_id] = payload.outcome
+            if as_json:
+                sys.stdout.buffer.write(show.as_json(item))
+                sys.stdout.buffer.flush()
+                continue
+            shown = show.event(item)
+            if shown is not None:
+                if n > 1:
+                    out.print(f"[dim]{escape(item.rollout_id.rpartition('-')[2])}[/] ", end="")
+                out.print(shown)
+    return ended
+
+
+async def _finish(ps: Penstock, rollout_id: str, outcome: Outcome, save: Path, as_json: bool) -> None:
+    """Saves the trajectory and says how it went."""
+    folder = save / rollout_id
+    trajectory: Trajectory | None = None
+    with suppress(FailedPrecondition):  # it ended before there was one
+        trajectory = await ps.rollouts.trajectory(rollout_id, bodies=True)
+        write_jsonl([trajectory], folder / "turns.jsonl", "turns")
+        write_jsonl([trajectory], folder / "sequences.jsonl", "sequences")
+    if as_json:
+        result = {
+            "rollout_id": rollout_id,
+            "completed": outcome.completed,
+            "failure": None if outcome.failure is None else outcome.failure.reason,
+            "reward": None if outcome.reward is None else outcome.reward.value,
+            "saved": str(folder) if trajectory is not None else None,
+        }
+        sys.stdout.buffer.write(orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE))
+        return
+    out.print()
+    out.print(f"[bold]{escape(rollout_id)}[/] ", end="")
+    out.print(show.outcome(outcome))
+    if outcome.failure is not None and outcome.agent_stderr:
+        out.print("[dim]the agent's standard error ends with:[/]")
+        out.print(quoted(outcome.agent_stderr.decode("utf-8", errors="replace"), "red"))
+    if trajectory is None:
+        out.print("[dim]no trajectory: it ended before the gate was opened[/]")
+        return
+    if trajectory.calls:
+        out.print(show.calls(trajectory))
+    out.print(show.totals(trajectory), style="dim")
+    out.print(f"saved in {escape(str(folder))}", style="dim")
+
+
+def _keep(folder: Path, artifact: ArtifactCollected) -> None:
+    """Writes an artifact under its name, which is the spec's and leads nowhere else."""
+    name = Path(artifact.name).name
+    if name:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(artifact.content)
+
+
+def _options(items: list[str]) -> dict[str, Any]:
+    """NAME=VALUE; a value that is JSON (a number, true, a list) is that, anything else is text."""
+    options: dict[str, Any] = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not (name and equals):
+            usage_error(f"--option: {item!r} is not NAME=VALUE")
+        try:
+            options[name] = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            options[name] = value
+    return options

@@ -1,0 +1,77 @@
+"""Which services a command talks to: those that run, or its own for as long as it takes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.markup import escape
+
+from penstock.cli.console import err
+from penstock.client import Endpoints, Penstock, connect
+from penstock.client.endpoints import resolve
+from penstock.client.stack import LocalStack, UpstreamEndpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """What a stack of one's own serves."""
+
+    model_dir: Path | None = None
+    engine: str = "numpy"
+    script: Path | None = None
+    upstreams: Mapping[str, UpstreamEndpoint] = field(default_factory=dict)
+
+    @property
+    def given(self) -> bool:
+        """Whether the command line asks for an engine of its own."""
+        return self.model_dir is not None or self.script is not None
+
+    def stack(self, ports: Mapping[str, int], state_dir: Path | None) -> LocalStack:
+        """The services, not yet started."""
+        options = {} if self.script is None else {"script": str(self.script.absolute())}
+        return LocalStack(
+            model_dir=None if self.model_dir is None else self.model_dir.absolute(),
+            engine=self.engine,
+            engine_options=options,
+            upstreams=self.upstreams,
+            ports=ports,
+            state_dir=state_dir,
+        )
+
+
+@asynccontextmanager
+async def services(choice: ModelChoice | None = None, *, state_dir: Path | None = None) -> AsyncIterator[Penstock]:
+    """A client of the services that run; if none do, or an engine is asked for, of a stack that lasts for the block."""
+    choice = choice or ModelChoice()
+    endpoints = resolve()
+    if not choice.given and (endpoints.origin != "the defaults" or await _answers(endpoints)):
+        async with connect(endpoints) as ps:
+            yield ps
+        return
+    why = "with its own engine" if choice.given else "since none run (`penstock up` keeps them running)"
+    with err.status(f"starting services {why}"):
+        stack = choice.stack({}, state_dir)
+        await stack.__aenter__()
+    try:
+        err.print(f"[dim]services of this command's own, {escape(why)}; logs in {escape(str(stack.log_dir))}[/]")
+        async with connect(stack.endpoints) as ps:
+            yield ps
+    except BaseException as error:
+        await stack.__aexit__(type(error), error, error.__traceback__)
+        raise
+    else:
+        await stack.__aexit__(None, None, None)
+
+
+async def _answers(endpoints: Endpoints) -> bool:
+    """Whether something listens where the driver would."""
+    host, _, port = endpoints.driver.rpartition(":")
+    try:
+        async with asyncio.timeout(1.0):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True

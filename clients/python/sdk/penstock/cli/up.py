@@ -1,0 +1,138 @@
+"""`penstock up` and `penstock serve`."""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from penstock.cli.console import OK, err, out, run, usage_error
+from penstock.cli.services import ModelChoice
+from penstock.client.endpoints import SERVICES, write_connection
+from penstock.client.stack import FIXED_PORTS, UpstreamEndpoint
+
+ModelDir = Annotated[Path | None, typer.Option(help="Directory with config.json, model.safetensors, tokenizer.json.")]
+Engine = Annotated[str, typer.Option(help="Engine of the inference service: numpy, scripted, ...")]
+Script = Annotated[Path | None, typer.Option(help="Script of the scripted engine.")]
+StateDir = Annotated[Path | None, typer.Option(help="Where the services keep their state; default: per user.")]
+
+
+def model_choice(
+    model_dir: Path | None, engine: str, script: Path | None, upstreams: dict[str, UpstreamEndpoint] | None = None
+) -> ModelChoice:
+    """Checks the options that say what is served."""
+    if script is not None and engine == "numpy":
+        engine = "scripted"
+    if engine == "scripted" and script is None:
+        usage_error("the scripted engine needs --script FILE")
+    if engine != "numpy" and model_dir is None:
+        usage_error(f"the {engine} engine needs --model-dir DIR: its tokenizer and template are used")
+    for path, what in ((model_dir, "--model-dir"), (script, "--script")):
+        if path is not None and not path.exists():
+            usage_error(f"{what}: there is no {path}")
+    return ModelChoice(model_dir, engine, script, upstreams or {})
+
+
+def api_key(variable: str | None) -> str:
+    """A key from the environment: an argv is public. Empty without a variable."""
+    if variable is None:
+        return ""
+    value = os.environ.get(variable, "")
+    if not value.strip():
+        usage_error(f"--api-key-env: the environment variable {variable} is not set")
+    return value
+
+
+def up(
+    model_dir: ModelDir = None,
+    engine: Engine = "numpy",
+    script: Script = None,
+    upstream: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=URL", help="An OpenAI-compatible endpoint that rollouts may name.")
+    ] = None,
+    api_key_env: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VARIABLE", help="Environment variable with the key of the upstream NAME."),
+    ] = None,
+    state_dir: StateDir = None,
+    free_ports: Annotated[bool, typer.Option(help="Take free ports instead of 7701 to 7704 and 7780.")] = False,
+) -> None:
+    """Start all services on this machine and keep them running until Ctrl-C."""
+    keys = dict(_pair(item, "--api-key-env") for item in api_key_env or [])
+    endpoints = {
+        name: UpstreamEndpoint(url, api_key(keys.pop(name, None)))
+        for name, url in (_pair(item, "--upstream") for item in upstream or [])
+    }
+    if keys:
+        usage_error(f"--api-key-env: there is no --upstream {next(iter(keys))}=URL")
+    choice = model_choice(model_dir, engine, script, endpoints)
+    run(_up(choice, state_dir, free_ports))
+
+
+async def _up(choice: ModelChoice, state_dir: Path | None, free_ports: bool) -> int:
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        if not stopped and task is not None:
+            stopped = True
+            task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    stack = choice.stack({} if free_ports else FIXED_PORTS, state_dir)
+    connection = stack.state_dir / "connection.json"
+    try:
+        with err.status("starting"):
+            await stack.__aenter__()
+        try:
+            write_connection(connection, stack.endpoints, pid=os.getpid())
+            table = Table(box=None, pad_edge=False, header_style="dim")
+            table.add_column("service")
+            table.add_column("address")
+            for name in SERVICES:
+                address = stack.endpoints.address(name)
+                table.add_row(name, address or "[dim]none: no --model-dir[/]")
+            table.add_row("ingress", f"http://{stack.ingress_address}")
+            out.print(table)
+            err.print(
+                f"[dim]logs in {escape(str(stack.log_dir))}; clients find the rest in {escape(str(connection))}[/]"
+            )
+            err.print("try: penstock agents, or penstock rollout --agent shell --task FILE in another terminal")
+            await stack.wait()
+        except BaseException as error:
+            connection.unlink(missing_ok=True)
+            with err.status("stopping"):
+                await stack.__aexit__(type(error), error, error.__traceback__)
+            raise
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+    return OK
+
+
+def serve(
+    context: typer.Context,
+    service: Annotated[str, typer.Argument(help=f"One of {', '.join(SERVICES)}.")],
+) -> None:
+    """Run one service in the foreground; further arguments are its own (`penstock serve sandbox --help`)."""
+    if service not in SERVICES:
+        usage_error(f"there is no service {service!r}; there are {', '.join(SERVICES)}")
+    if importlib.util.find_spec(f"penstock_{service}") is None:
+        usage_error(f"the {service} service is not installed here: pip install penstock-{service}")
+    os.execv(sys.executable, [sys.executable, "-m", f"penstock_{service}", *context.args])  # noqa: S606 - no shell
+
+
+def _pair(item: str, option: str) -> tuple[str, str]:
+    name, equals, value = item.partition("=")
+    if not (name and equals and value):
+        usage_error(f"{option}: {item!r} is not NAME=VALUE")
+    return name, value

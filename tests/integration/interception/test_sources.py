@@ -1,0 +1,212 @@
+"""Who answers where the trainer does not: the inference service, an upstream, in every mode."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import openai
+import pytest
+from aiohttp import web
+
+from penstock.chat.v1 import chat_pb2
+from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock.interception.v1 import interception_pb2
+from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis.rpc_status import from_rpc_error
+from penstock_chassis.testing import serve
+from penstock_inference.app import build as build_inference
+from penstock_inference.settings import InferenceSettings
+
+ASK: list[Any] = [{"role": "user", "content": "list the files"}]
+PROXY = interception_pb2.MODE_TRANSPARENT_PROXY
+SECRET = "sk-test '$(leak)`x`"
+
+
+@pytest.fixture
+async def inference(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Callable[[dict[str, Any]], Any]]:
+    """Starts the real inference service with a script; gives its address."""
+    async with AsyncExitStack() as stack:
+
+        async def start_inference(script: dict[str, Any]) -> str:
+            file = tmp_path / "script.json"
+            file.write_text(json.dumps(script))
+            settings = InferenceSettings(
+                model_dir=tokenizer_dir,
+                state_dir=tmp_path / "inference",
+                anonymous=True,
+                engine="scripted",
+                engine_options={"script": str(file)},
+            )
+            service = await stack.enter_async_context(build_inference(settings))
+            address, _ = await stack.enter_async_context(serve(*service.registrations, roles=service.roles))
+            return address
+
+        yield start_inference
+
+
+@asynccontextmanager
+async def upstream(answer: Callable[[web.Request, dict[str, Any]], Any]) -> AsyncIterator[tuple[str, list[Any]]]:
+    """An OpenAI-compatible endpoint that answers as it is told and remembers what it was sent."""
+    seen: list[Any] = []
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": []})
+
+    async def chat(request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        seen.append((dict(request.headers), body))
+        result = answer(request, body)
+        return result if isinstance(result, web.StreamResponse) else web.json_response(result)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_post("/v1/chat/completions", chat)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", seen
+    finally:
+        await runner.cleanup()
+
+
+def said(text: str) -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    return {"id": "x", "object": "chat.completion", "model": "real", "choices": [choice], "usage": usage}
+
+
+def from_caller(base_url: str, key: str = "", model: str = "") -> interception_pb2.ModelSource:
+    endpoint = interception_pb2.Upstream.CallerEndpoint(base_url=base_url, api_key=key)
+    return interception_pb2.ModelSource(upstream=interception_pb2.Upstream(caller=endpoint, model=model))
+
+
+DEFAULT_INFERENCE = interception_pb2.ModelSource(inference=interception_pb2.ModelSource.Inference())
+
+
+async def test_the_inference_service_answers_a_proxied_call_at_once_and_tokens_are_captured(
+    start: Any, inference: Any
+) -> None:
+    """Transparent proxy: no trainer; every call has the engine's tokens and logprobs (R82, R87)."""
+    address = await inference({"turns": [{"reply": "hello"}]})
+    service = await start(inference_address=address)
+    rollout = await service.open(mode=PROXY, source=DEFAULT_INFERENCE)
+    answer = await rollout.client().chat.completions.create(model="m", messages=ASK, stream=False)
+    assert answer.choices[0].message.content == "hello"
+    await service.close(rollout.rollout_id)
+    captured = await service.capture(rollout.rollout_id)
+    call = captured.calls[0]
+    assert call.answerer == trajectory_pb2.ANSWERER_INFERENCE
+    assert call.completion.span.count > 0 and call.completion.engine == "scripted"
+    # What a script wrote is never trained on.
+    assert captured.grade == trajectory_pb2.GRADE_UNUSABLE
+    assert "LOGPROBS_SCRIPTED" in [finding.reason for finding in captured.findings]
+
+
+async def test_a_trainer_delegates_a_call_to_the_inference_service(start: Any, inference: Any) -> None:
+    """Gate mode: Delegation is accepted, the credit is free, the model source answers."""
+    service = await start(inference_address=await inference({"turns": [{"reply": "from the engine"}]}))
+    rollout, trainer = await service.open(source=DEFAULT_INFERENCE), await service.trainer()
+    asked = asyncio.create_task(rollout.client().chat.completions.create(model="m", messages=ASK))
+    call = await trainer.call()
+    override = chat_pb2.Sampling(temperature=0.25)
+    delegation = pb.Delegation(sampling_override=override)
+    result = pb.CallResult(call_id=call.call_id, lease_id=call.lease_id, delegation=delegation)
+    acknowledged = await trainer.deliver(result)
+    assert list(acknowledged.accepted_call_ids) == [call.call_id]
+    assert (await asked).choices[0].message.content == "from the engine"
+    taken = (await service.capture(rollout.rollout_id)).calls[0]
+    assert taken.answerer == trajectory_pb2.ANSWERER_INFERENCE and not taken.injected
+    assert taken.sampling_requested.temperature == 0.25
+
+
+async def test_a_service_that_is_down_is_an_error_when_the_rollout_is_opened(start: Any) -> None:
+    """R27: UNAVAILABLE with a reason at OpenRollout, not a refused connection in an agent's log."""
+    service = await start(inference_address="127.0.0.1:9")
+    for options, reason in (
+        ({"source": DEFAULT_INFERENCE}, "INFERENCE_UNREACHABLE"),
+        ({"source": from_caller("http://127.0.0.1:9/v1")}, "UPSTREAM_UNREACHABLE"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await service.open(mode=PROXY, **options)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert from_rpc_error(caught.value).reason == reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_upstream_answers_a_proxied_call_with_the_callers_key_and_model(service: Any, stream: bool) -> None:
+    """R11, R18, R30: the body goes out with the model replaced and the caller's key; a stream is a stream."""
+    async with upstream(lambda _request, _body: said("from upstream")) as (url, seen):
+        rollout = await service.open(mode=PROXY, source=from_caller(url, SECRET, "real-model"))
+        client = rollout.client()
+        if stream:
+            chunks = await client.chat.completions.create(model="m", messages=ASK, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
+        else:
+            text = (await client.chat.completions.create(model="m", messages=ASK)).choices[0].message.content or ""
+    assert text == "from upstream"
+    headers, body = seen[0]
+    assert headers["Authorization"] == f"Bearer {SECRET}"
+    assert (body["model"], body["messages"]) == ("real-model", ASK)
+    assert rollout.token not in json.dumps(seen)
+    captured = await service.capture(rollout.rollout_id)
+    assert captured.capture_level == trajectory_pb2.CAPTURE_LEVEL_TEXT
+    assert captured.calls[0].completion.usage.prompt_tokens == 5
+
+
+async def test_an_upstream_that_fails_is_told_to_the_agent_without_its_words(service: Any) -> None:
+    """R8: what an upstream says of its own stays inside; whether to retry is told by the status."""
+
+    def refuse(_request: web.Request, _body: dict[str, Any]) -> web.Response:
+        return web.Response(status=429, text=f"the key {SECRET} is over its limit")
+
+    async with upstream(refuse) as (url, _):
+        rollout = await service.open(mode=PROXY, source=from_caller(url, SECRET))
+        with pytest.raises(openai.InternalServerError) as caught:
+            await rollout.client().chat.completions.create(model="m", messages=ASK)
+    assert caught.value.status_code == 503 and "key" not in caught.value.response.text
+
+
+async def test_black_box_passes_bytes_through_unread_and_counts(service: Any) -> None:
+    """Black box: the bytes reach the agent, hop and credential headers do not travel, nothing is captured."""
+
+    def answer(request: web.Request, body: dict[str, Any]) -> web.Response:
+        return web.Response(body=b"raw \xff bytes", headers={"x-kept": "1", "set-cookie": "a=b"})
+
+    async with upstream(answer) as (url, seen):
+        rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=from_caller(url, SECRET))
+        raw = await rollout.client().chat.completions.with_raw_response.create(model="m", messages=ASK)
+    assert (raw.content, raw.headers["x-kept"], raw.headers.get("set-cookie")) == (b"raw \xff bytes", "1", None)
+    assert seen[0][0]["Authorization"] == f"Bearer {SECRET}"
+    closed = await service.close(rollout.rollout_id)
+    assert (closed.totals.calls, closed.totals.delivered) == (1, 1)
+    captured = await service.capture(rollout.rollout_id, include_bodies=True)
+    assert captured.capture_level == trajectory_pb2.CAPTURE_LEVEL_NONE
+    assert captured.grade == trajectory_pb2.GRADE_UNUSABLE and captured.calls[0].request_body == b""
+
+
+async def test_a_callers_endpoint_is_refused_where_the_operator_says_so(start: Any) -> None:
+    """R11, R54: UPSTREAM_NOT_ALLOWED before anything is asked."""
+    service = await start(caller_endpoints=False)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await service.open(mode=PROXY, source=from_caller("http://127.0.0.1:9/v1"))
+    assert from_rpc_error(caught.value).reason == "UPSTREAM_NOT_ALLOWED"
+
+
+async def test_an_operators_key_goes_to_the_operators_address_only(start: Any) -> None:
+    """R11: a caller who names the same address gets no key; the named endpoint does."""
+    async with upstream(lambda _request, _body: said("ok")) as (url, seen):
+        service = await start(upstreams={"main": {"base_url": url, "api_key": "operators-key"}})
+        named = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(name="main"))
+        for source in (named, from_caller(url)):
+            rollout = await service.open(mode=PROXY, source=source)
+            await rollout.client().chat.completions.create(model="m", messages=ASK)
+    assert [headers.get("Authorization") for headers, _ in seen] == ["Bearer operators-key", None]
