@@ -15,6 +15,7 @@ from penstock_chassis.journal import Journal
 from penstock_chassis.server import Service
 from penstock_driver import records, registry
 from penstock_driver.fleet import Fleet, new_id
+from penstock_driver.history import History
 from penstock_driver.preflight import Preflight
 from penstock_driver.rpc.gate import GrpcGate
 from penstock_driver.rpc.sandboxes import GrpcSandboxes
@@ -57,10 +58,11 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
         )
         sandboxes, gate = GrpcSandboxes(sandbox_channel), GrpcGate(gate_channel)
         agents = await registry.AgentRegistry.open(journal)
-        memory = records.Records(journal, encode_event)
-        stack.push_async_callback(memory.aclose)
+        memory, history = records.Records(journal), History(journal, encode_event)
+        stack.push_async_callback(history.aclose)
         fleet = Fleet(
             memory,
+            history,
             sandboxes,
             gate,
             instance_id=await memory.instance_id(new_id("d")),

@@ -18,6 +18,7 @@ import structlog
 
 from penstock_chassis.errors import PenstockError, ResourceExhausted, Unavailable
 from penstock_driver.groups import GroupPolicy, GroupWatch
+from penstock_driver.history import History
 from penstock_driver.phases import Conductor
 from penstock_driver.ports import Gate, Sandboxes
 from penstock_driver.preparations import Preparations
@@ -69,6 +70,7 @@ class Fleet:
     def __init__(
         self,
         records: Records,
+        history: History,
         sandboxes: Sandboxes,
         gate: Gate,
         *,
@@ -79,6 +81,7 @@ class Fleet:
         agent_port: int,
     ) -> None:
         self.records = records
+        self.history = history
         self._sandboxes = sandboxes
         self._gate = gate
         self._instance_id = instance_id
@@ -120,15 +123,15 @@ class Fleet:
         released = await self._release_lost(record.rollout_id)
         if not released and self._closing:
             return  # the next start takes it up again
-        sequence = await self.records.last_sequence(record.rollout_id)
+        sequence = await self.history.last_sequence(record.rollout_id)
         if not released:
             sequence += 1
             event = Progress("the sandbox service or the gate could not be reached; leases end what is left there")
-            self.records.append(record.rollout_id, record.group_id, sequence, event, is_summary=False)
+            self.history.append(record.rollout_id, record.group_id, sequence, event, is_summary=False)
         message = "the driver died while the rollout ran"
         failure = Failure(Cause.INFRASTRUCTURE, "DRIVER_RESTARTED", message, True, record.phase)
         self._finish(record, sequence, Outcome(failure=failure), record.phase_times)
-        await self.records.flush()
+        await self.history.flush()
         self._recovering.pop(record.rollout_id).set()
 
     async def _release_lost(self, rollout_id: str) -> bool:
@@ -238,7 +241,7 @@ class Fleet:
         await self._cancel_all(list(self._live), _STOPPED)
         while self._tasks:
             await asyncio.wait(self._tasks)
-        await self.records.flush()
+        await self.history.flush()
         if self._calls:
             self._calls.cancel()
             await asyncio.wait([self._calls])
@@ -250,7 +253,7 @@ class Fleet:
 
         def enter(phase: Phase) -> None:
             course.enter(phase)
-            self.records.set_phase(record.rollout_id, phase)
+            self.history.set_phase(record.rollout_id, phase)
             record_event(PhaseChanged(phase))
 
         def record_event(event: Happening) -> None:
@@ -295,7 +298,7 @@ class Fleet:
             is_result=is_result,
             fork_kind=live.conductor.fork_kind,
         )
-        await self.records.flush()
+        await self.history.flush()
         del self._live[live.record.rollout_id]
         live.ended.set()
         if live.record.group_id and (watch := self._groups.get(live.record.group_id)):
@@ -305,7 +308,7 @@ class Fleet:
         live.sequence += 1
         is_summary = isinstance(event, PhaseChanged | Outcome)
         record = live.record
-        self.records.append(record.rollout_id, record.group_id, live.sequence, event, is_summary=is_summary)
+        self.history.append(record.rollout_id, record.group_id, live.sequence, event, is_summary=is_summary)
 
     def _finish(
         self,
@@ -318,8 +321,8 @@ class Fleet:
         fork_kind: int = 0,
     ) -> None:
         """Put the last event and the end in order."""
-        self.records.append(record.rollout_id, record.group_id, sequence + 1, outcome, is_summary=True)
-        self.records.end(
+        self.history.append(record.rollout_id, record.group_id, sequence + 1, outcome, is_summary=True)
+        self.history.end(
             record.rollout_id,
             record.group_id,
             self._encode_outcome(outcome),

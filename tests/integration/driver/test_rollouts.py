@@ -48,6 +48,7 @@ SOURCE = Tokenizer("tiny")
 
 def completion(codec: Codec, text: str) -> Completion:
     """What an engine would have sampled."""
+    assert codec.end_of_turn_id is not None
     ids = np.append(codec.encode(text), codec.end_of_turn_id).astype(np.int32)
     return Completion(
         token_ids=ids,

@@ -310,7 +310,7 @@ async def test_a_rollouts_model_calls_are_told_among_its_events(driver: Driver) 
     call = trajectory_pb2.Call(call_id="c1", rollout_id=record.rollout_id)
     driver.gate.ended_calls.put_nowait(CallEnded("another", b""))
     driver.gate.ended_calls.put_nowait(CallEnded(record.rollout_id, call.SerializeToString()))
-    with driver.records.signal(record.rollout_id) as signal:
+    with driver.history.signal(record.rollout_id) as signal:
         while not driver.gate.ended_calls.empty():
             await signal.wait()
     driver.gate.hold.set()
