@@ -60,6 +60,7 @@ STDERR_TAIL_BYTES: Final = 4096
 WATCH_MARGIN_S: Final = 30.0
 """How much longer than the agent's own limit the driver waits for its exit before it calls the sandbox lost."""
 CLEAN_UP_S: Final = 60.0
+UNAVAILABLE_PATIENCE_S: Final = 10.0
 _RETRY_FIRST_S: Final = 0.2
 _RETRY_MOST_S: Final = 5.0
 
@@ -339,15 +340,17 @@ class Conductor:
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _retrying(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Repeat what failed for a passing reason, for as long as preparing may take (R51)."""
-        deadline = asyncio.get_running_loop().time() + self._order.limits.prepare_s
-        delay = _RETRY_FIRST_S
+        """Repeat what failed for a passing reason (R51): a full service for as long as preparing may take, one that
+        does not answer for UNAVAILABLE_PATIENCE_S, so that its absence is told soon."""
+        began, delay = asyncio.get_running_loop().time(), _RETRY_FIRST_S
         while True:
             try:
                 return await work()
             except (ResourceExhausted, Unavailable) as error:
                 wait = error.retry_after_s if error.retry_after_s is not None else delay
-                if asyncio.get_running_loop().time() + wait > deadline:
+                is_full = isinstance(error, ResourceExhausted)
+                patience = self._order.limits.prepare_s if is_full else UNAVAILABLE_PATIENCE_S
+                if asyncio.get_running_loop().time() + wait > began + patience:
                     raise
                 await asyncio.sleep(wait)
                 delay = min(2 * delay, _RETRY_MOST_S)
