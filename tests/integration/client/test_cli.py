@@ -172,8 +172,17 @@ async def test_agents_are_listed_shown_checked_and_registered(connection: dict[s
     assert code == 0 and "ok" in out, (out, err)
     spec = tmp_path / "mine.yaml"
     spec.write_text(
-        "name: mine\nversion: '1'\nargv: [sh, -c, 'cat > /dev/null']\ncheck_argv: ['true']\n"
-        "instruction: {method: stdin}\nenv: {URL: '{{base_url}}', KEY: '{{api_key}}'}\ndialects: [chat_completions]\nevents: {source: none}\ndefault_timeout_s: 30\n"
+        """
+name: mine
+version: "1"
+argv: [sh, -c, "cat > /dev/null"]
+check_argv: ["true"]
+instruction: {method: stdin}
+env: {URL: "{{base_url}}", KEY: "{{api_key}}"}
+dialects: [chat_completions]
+events: {source: none}
+default_timeout_s: 30
+"""
     )
     code, out, err = await penstock("agents", "register", str(spec), environment=connection)
     assert code == 0 and "registered mine 1" in out, (out, err)
