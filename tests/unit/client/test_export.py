@@ -20,25 +20,35 @@ def ids(*values: int) -> bytes:
     return np.array(values, "<i4").tobytes()
 
 
-def call(call_id: str, shared: int, suffix: bytes, sampled: bytes, **fields: object) -> pb.Call:
+def call(
+    call_id: str, shared: int, suffix: bytes, sampled: bytes, *, parent: str | None = None, index: int = 0
+) -> pb.Call:
     count = len(sampled) // 4
     span = completion_pb2.TokenSpan(
-        token_ids=sampled, count=count, logprobs=np.full(count, -0.5, "<f4").tobytes(),
+        token_ids=sampled,
+        count=count,
+        logprobs=np.full(count, -0.5, "<f4").tobytes(),
         versions=[completion_pb2.PolicyVersionSpan(policy_version=3, start=0, end=count)],
-    )  # fmt: skip
+    )
     return pb.Call(
-        call_id=call_id, rollout_id="r", state=pb.CALL_STATE_DELIVERED, prompt_shared_count=shared,
-        prompt_suffix_token_ids=suffix, prompt_count=shared + len(suffix) // 4,
+        call_id=call_id,
+        rollout_id="r",
+        index=index,
+        state=pb.CALL_STATE_DELIVERED,
+        parent_call_id=parent,
+        prompt_shared_count=shared,
+        prompt_suffix_token_ids=suffix,
+        prompt_count=shared + len(suffix) // 4,
         capture_level=pb.CAPTURE_LEVEL_TOKENS_AND_LOGPROBS,
-        completion=completion_pb2.Completion(span=span, finish_reason=chat_pb2.FINISH_REASON_STOP), **fields,
-    )  # type: ignore[arg-type]  # fmt: skip
+        completion=completion_pb2.Completion(span=span, finish_reason=chat_pb2.FINISH_REASON_STOP),
+    )
 
 
 def trajectory() -> Trajectory:
     """Two turns: 1 2 | 3 4, then 5 | 6."""
     message = pb.Trajectory(rollout_id="r", task_id="t", grade=pb.GRADE_EXACT, reward=pb.Reward(value=0.5, range_max=1))
     message.calls.append(call("a", 0, ids(1, 2), ids(3, 4)))
-    message.calls.append(call("b", 4, ids(5), ids(6), parent_call_id="a", index=1))
+    message.calls.append(call("b", 4, ids(5), ids(6), parent="a", index=1))
     message.samples.append(
         pb.Sample(
             sample_id="s", count=6, input_ids=ids(1, 2, 3, 4, 5, 6), loss_mask=bytes([0, 0, 1, 1, 0, 1]),

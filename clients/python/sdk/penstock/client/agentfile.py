@@ -1,9 +1,9 @@
 """Agent specs from YAML to their proto, guided by the proto's own descriptors.
 
 Names are the proto's. For people: enums are lower-case words (`stdin`; an event rule's `ignored` makes no event),
-durations are seconds in a key that ends in `_s` (`default_timeout_s`), an option's `default` is its `default_value`, and
-a file of the toolbox may be given `from` a file beside the spec. What the spec means is
-the driver's business, which checks it when it is registered.
+durations are seconds in a key that ends in `_s` (`default_timeout_s`), an option's `default` is its `default_value`,
+and a file of the toolbox may be given `from` a file beside the spec. What the spec means is the driver's business,
+which checks it when it is registered.
 """
 
 import base64
