@@ -60,25 +60,33 @@ def disjoint_uids() -> int:
     return 300_000 + 4096 * (os.getpid() % 512)
 
 
-@asynccontextmanager
-async def running(folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None) -> AsyncIterator[Running]:
-    """A stack whose state is under `folder`."""
+def stack_in(
+    folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None, kind: type[LocalStack] = LocalStack
+) -> LocalStack:
+    """A stack, not yet started, whose state is under `folder`; `settings` by service."""
     folder.chmod(0o755)
     model = folder / "model"
     FILES.write(model)
     script = folder / "script.yaml"
     script.write_text(yaml.safe_dump(SCRIPT, sort_keys=False))
-    state = folder / "state"
-    await asyncio.to_thread(toolboxes.bring, state / "sandbox")
-    stack = LocalStack(
+    given = dict(settings or {})
+    given["sandbox"] = {"first_uid": disjoint_uids(), **given.get("sandbox", {})}
+    return kind(
         model_dir=model,
         engine="scripted",
         engine_options={"script": str(script)},
-        state_dir=state,
-        settings={"sandbox": {"first_uid": disjoint_uids()}, **(settings or {})},
+        state_dir=folder / "state",
+        settings=given,
     )
+
+
+@asynccontextmanager
+async def running(folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None) -> AsyncIterator[Running]:
+    """A stack whose state is under `folder`."""
+    stack = stack_in(folder, settings)
+    await asyncio.to_thread(toolboxes.bring, stack.state_dir / "sandbox")
     try:
         async with stack, connect(stack.endpoints) as ps:
-            yield Running(stack, ps, state)
+            yield Running(stack, ps, stack.state_dir)
     finally:
-        await asyncio.to_thread(toolboxes.keep, state / "sandbox")
+        await asyncio.to_thread(toolboxes.keep, stack.state_dir / "sandbox")
