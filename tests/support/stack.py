@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from tests.support import toolboxes
@@ -38,6 +39,9 @@ class Running:
         addresses["ingress"] = self.stack.ingress_address
         return {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
 
+
+OBSERVER_TOKEN: Final = secrets.token_hex(32)
+"""Of the role that reads, at every service of every stack of this process."""
 
 SCRIPT: dict[str, Any] = {
     # Which entries a session comes to depends on what its rollouts ask: leftovers are no error here.
@@ -69,8 +73,12 @@ def stack_in(
     FILES.write(model)
     script = folder / "script.yaml"
     script.write_text(yaml.safe_dump(SCRIPT, sort_keys=False))
-    given = dict(settings or {})
-    given["sandbox"] = {"first_uid": disjoint_uids(), **given.get("sandbox", {})}
+    given: dict[str, dict[str, Any]] = {
+        name: {"observer_token": OBSERVER_TOKEN} for name in ("inference", "interception", "sandbox", "driver")
+    }
+    for name, table in (settings or {}).items():
+        given[name] |= table
+    given["sandbox"].setdefault("first_uid", disjoint_uids())
     return kind(
         model_dir=model,
         engine="scripted",
