@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 import model
@@ -93,12 +93,12 @@ class Learner:
 
     def load(self, weights: dict[str, np.ndarray]) -> None:
         """Take weights that `weights` gave earlier."""
-        self.params = {name: jax.numpy.asarray(value) for name, value in weights.items()}
+        self.params = {name: jnp.asarray(value) for name, value in weights.items()}
         self._adam = model.adam_init(self.params)
 
     def _train(self, batch: Batch, rates: np.ndarray, loss: str) -> tuple[float, float]:
         self.params, self._adam, (losses, gaps) = model.train(
-            self.params, self._adam, batch, rates.astype(np.float32), config=self.config, loss=loss
+            self.params, self._adam, batch, jnp.asarray(rates, jnp.float32), config=self.config, loss=loss
         )
         return float(losses.mean()), float(gaps.max())
 
@@ -112,4 +112,4 @@ def _stack(rows: Sequence[Row], shape: tuple[int, int]) -> Batch:
     for i, row in enumerate(rows):
         size = len(row.ids)
         ids[i, :size], mask[i, :size], logprobs[i, :size], advantage[i] = row.ids, row.mask, row.logprobs, row.advantage
-    return Batch(*(array.reshape(*shape, length) for array in (ids, mask, logprobs, advantage)))
+    return Batch(*(jnp.asarray(array).reshape(*shape, length) for array in (ids, mask, logprobs, advantage)))

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
-from penstock.client import Command, RewardFrom, SeedFile, Task, Verifier
+from penstock.client import SeedFile, Task
 from penstock_codec import Codec, tiny
 from penstock_codec.chat import Message, Tool, ToolCallPart
 
@@ -35,15 +36,8 @@ BASH = Tool(
     ),
 )
 
-# Runs in the sandbox when the agent is dead: $1 is the word, $2 the file. Half right is worth something.
-VERIFY = """
-holds() { [ -f "$1" ] && [ ! -L "$1" ] && [ "$(<"$1")" = "$word" ]; }
-word=$1 reward=0
-for file in a.txt b.txt c.txt; do holds $file && reward=0.3; done
-[ -f "$2" ] && reward=0.3
-holds "$2" && reward=1
-echo $reward > "$PENSTOCK_REWARD_FILE"
-"""
+# One task as a person would write it; the others differ from it in a word and a file.
+EXAMPLE = Task.load(Path(__file__).with_name("task.yaml"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +59,16 @@ class CopyTask:
 
     def to_task(self) -> Task:
         """The same for the driver: its file, and how it is graded."""
-        verify = Command(argv=["bash", "-c", VERIFY, "verify", self.word, self.file])
-        return Task(
+        verifier = EXAMPLE.verifier
+        assert verifier is not None
+        (command,) = verifier.commands
+        verify = replace(command, argv=[*command.argv[:-2], self.word, self.file])
+        return replace(
+            EXAMPLE,
             task_id=f"copy-{self.word}-{self.file}",
             instruction=self.instruction,
             files=[SeedFile("note.txt", self.note.encode())],
-            verifier=Verifier(commands=[verify], reward=RewardFrom.FILE),
+            verifier=replace(verifier, commands=[verify]),
         )
 
 
@@ -110,6 +108,7 @@ def encode(codec: Codec, messages: Sequence[Message]) -> tuple[np.ndarray, np.nd
     """Token ids, int32 [t], and a mask, float32 [t], 1 on what the assistant said, end-of-turn included."""
     ids = codec.render(messages, [BASH], add_generation_prompt=False)
     mask = np.zeros(len(ids), np.float32)
+    stop = 0
     for index, message in enumerate(messages):
         if message.role == "assistant":
             start = len(codec.render(messages[:index], [BASH]))

@@ -15,12 +15,14 @@ import argparse
 import asyncio
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -42,7 +44,7 @@ from penstock.client.stack import LocalStack
 from tasks import TASKS, CopyTask, Corpus, build_codec
 
 PROMPTS, GROUP_SIZE = 8, 8
-MAX_STEPS, GOAL, WINDOW = 100, 0.98, 10
+MAX_STEPS, GOAL, WINDOW = 100, 0.95, 10
 BUDGETS = Budgets(max_calls=4, max_tokens_per_call=48)  # a good rollout makes 3 calls of at most 26 tokens
 RUNS = Path(__file__).resolve().parents[2] / "runs" / "demo"
 
@@ -158,7 +160,7 @@ def sampled_tokens(result: RolloutResult) -> int:
 
 def warm_start(learner: Learner, corpus: Corpus, tokenizer_sha256: str, seed: int, display: Display) -> None:
     """The supervised start, from the cache if these very programs made it before."""
-    key = hashlib.sha256(f"{tokenizer_sha256} {seed} {model.jax.__version__}".encode())
+    key = hashlib.sha256(f"{tokenizer_sha256} {seed} {jax.__version__}".encode())
     for name in ("model.py", "learner.py", "tasks.py"):
         key.update(Path(__file__).with_name(name).read_bytes())
     path = RUNS / "cache" / f"warm-{key.hexdigest()[:16]}.safetensors"
@@ -192,16 +194,22 @@ def main() -> None:
     with Display(f"Penstock: GRPO on real rollouts, seed {given.seed}") as display:
         history = asyncio.run(train(given.seed, given.steps, run, display))
     save_picture(history, run / "reward.png", f"A 0.13 M parameter model learns to use a shell (seed {given.seed})")
-    bin_dir = Path(sys.executable).parent
-    last = history[-1]
+    last, penstock = history[-1], Path(sys.executable).with_name("penstock")
+    if penstock.is_relative_to(Path.cwd()):
+        penstock = penstock.relative_to(Path.cwd())
+    here = os.path.relpath(Path(__file__).parent)
+    latest = os.path.relpath(RUNS / "latest")
     print(
         f"\n{last['step']} steps, {last['elapsed']:.0f} s: success {history[0]['success']:.2f} -> {recent(history):.2f}"
         f" (mean of the last {min(WINDOW, len(history))} steps)\n"
-        "  runs/demo/latest/reward.png           the curve\n"
-        "  runs/demo/latest/trajectories.jsonl   every rollout's tokens, mask, logprobs and reward\n"
-        "  runs/demo/latest/model                the trained model\n"
+        f"  {latest}/reward.png           the curve\n"
+        f"  {latest}/metrics.jsonl        a line per step\n"
+        f"  {latest}/trajectories.jsonl   every rollout's tokens, mask, logprobs and reward\n"
+        f"  {latest}/model                the trained model\n"
         "\nTry next:\n"
-        f"  {bin_dir / 'penstock'} doctor\n"
+        f"  {penstock} rollout --agent shell --task {here}/task.yaml --model-dir {latest}/model\n"
+        f"  {penstock} rollout --agent opencode --task {here}/task.yaml --upstream URL --model M --api-key-env NAME\n"
+        f"  {penstock} up --model-dir {latest}/model\n"
     )
 
 

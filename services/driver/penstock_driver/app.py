@@ -71,6 +71,7 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
             agent_port=settings.agent_port,
         )
         lost = await fleet.recover()
+        fleet.watch_calls()
         release: asyncio.Task[None] | None = None
         if lost:
             _log.warning("rollouts were running when the last driver died", count=lost)

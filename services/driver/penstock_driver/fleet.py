@@ -22,7 +22,17 @@ from penstock_driver.phases import Conductor
 from penstock_driver.ports import Gate, Sandboxes
 from penstock_driver.preparations import Preparations
 from penstock_driver.records import Filter, GroupRecord, Record, Records
-from penstock_driver.rollouts import Cause, Course, Failure, Happening, Outcome, Phase, PhaseChanged, RolloutOrder
+from penstock_driver.rollouts import (
+    CallFinished,
+    Cause,
+    Course,
+    Failure,
+    Happening,
+    Outcome,
+    Phase,
+    PhaseChanged,
+    RolloutOrder,
+)
 
 DRIVER_LABEL: Final = "penstock_driver"
 ROLLOUT_LABEL: Final = "penstock_rollout"
@@ -79,6 +89,17 @@ class Fleet:
         self._supervisors: set[asyncio.Task[None]] = set()
         self._groups: dict[str, tuple[GroupWatch, asyncio.Task[None]]] = {}
         self._closing = False
+        self._calls: asyncio.Task[None] | None = None
+
+    def watch_calls(self) -> None:
+        """Begin to tell of the rollouts' model calls in their events."""
+        self._calls = asyncio.ensure_future(self._tell_calls())
+
+    async def _tell_calls(self) -> None:
+        async for ended in self._gate.calls({DRIVER_LABEL: self._instance_id}):
+            # The last call of an agent that has just ended may be told too late: the trajectory has all of them.
+            if live := self._live.get(ended.rollout_id):
+                self._append(live, CallFinished(ended.call))
 
     async def recover(self) -> Sequence[str]:
         """End what ran when the last driver died; returns the ids of those rollouts, for `release_lost`."""
@@ -196,6 +217,9 @@ class Fleet:
         if watches or self._supervisors:
             await asyncio.wait([*watches, *self._supervisors])
         await self.records.flush()
+        if self._calls:
+            self._calls.cancel()
+            await asyncio.wait([self._calls])
 
     # ------------------------------------------------------------------------------------------------------------------
 

@@ -244,6 +244,14 @@ class GateClosing:
     unanswered: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """A model call of a rollout came to its end; `call` is the gate's own account of it, without tokens."""
+
+    rollout_id: str
+    call: bytes = field(repr=False)
+
+
 class Gate(Protocol):
     """The interception service, as far as the driver uses it."""
 
@@ -258,3 +266,6 @@ class Gate(Protocol):
 
     async def delete(self, rollout_id: str) -> None:
         """Remove the rollout and its capture; idempotent."""
+
+    def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
+        """Yield the calls of all rollouts with the labels as they end, from now on and without end."""

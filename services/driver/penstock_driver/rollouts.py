@@ -177,6 +177,13 @@ class CommandFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class CallFinished:
+    """A model call ended; `call` as in `ports.CallEnded`."""
+
+    call: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ArtifactCollected:
     """A file that was fetched."""
 
@@ -192,7 +199,9 @@ class Progress:
     message: str
 
 
-Happening: TypeAlias = PhaseChanged | CommandFinished | AgentEvent | ArtifactCollected | Progress | Outcome
+Happening: TypeAlias = (
+    PhaseChanged | CommandFinished | AgentEvent | CallFinished | ArtifactCollected | Progress | Outcome
+)
 
 
 @dataclass(slots=True)

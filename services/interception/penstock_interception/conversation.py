@@ -15,8 +15,8 @@ from penstock_codec import Codec
 from penstock_codec.chat import FinishReason, Message, Tool, ToolCallPart, Usage
 from penstock_interception.calls import Answerer, Call, Opening, Prompt
 from penstock_interception.completions import Completion, Tokens, violations_of
-from penstock_interception.gate import CompletionRefused, Recorded
 from penstock_interception.graph import CommitRecord, Plan, Sampled, TokenGraph
+from penstock_interception.ports import CompletionRefused, Recorded
 from penstock_interception.requests import ChatRequest, blank_volatile, hints_for
 
 

@@ -24,6 +24,7 @@ from penstock_interception.deadlines import Deadlines
 from penstock_interception.sessions import Credits, Lane, Selector, Session, View
 
 LANE_LINGER_S = 60.0
+RELEASE_PAUSE_S = 1.0
 PAUSE_AFTER_RESUME_S = 600.0
 
 DeadlineKey: TypeAlias = tuple[str, Hashable]
@@ -123,6 +124,15 @@ class Dispatcher:
             return
         for lane in rollout.lanes:
             lane.put(call, first=first)
+        if avoid is not None:
+            # Nobody else may come: then the one who gave it back gets it again, a little later.
+            self._deadlines.set(("offer", call.id), self._clock.steady() + RELEASE_PAUSE_S)
+
+    def offer_again(self, call: Call) -> None:
+        """A call that was given back has waited long enough for another session."""
+        if call.id in call.rollout.queued:
+            self._unqueue(call)
+            self.offer(call, first=True)
 
     def withdraw(self, call: Call, reason: str) -> None:
         """A call waits no more. `reason` is told to the session that holds it; "" when that session answered it."""
@@ -337,6 +347,7 @@ class Dispatcher:
         self._unary.pop(call.lease_id, None)
 
     def _unqueue(self, call: Call) -> None:
+        self._deadlines.drop(("offer", call.id))
         if call.rollout.queued.pop(call.id, None) is not None:
             for lane in call.rollout.lanes:
                 lane.drop(call)

@@ -14,17 +14,16 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from enum import StrEnum
-from typing import Protocol, cast
+from dataclasses import dataclass, replace
+from typing import cast
 
 import structlog
 
 from penstock_chassis.errors import AlreadyExists, NotFound, ResourceExhausted, Unavailable
-from penstock_codec.chat import Message, Sampling
+from penstock_codec.chat import Sampling
+from penstock_interception.answers import Answers
 from penstock_interception.budgets import allowed_tokens, exhausted
 from penstock_interception.calls import (
-    Answerer,
     Arrival,
     Call,
     CallState,
@@ -37,11 +36,16 @@ from penstock_interception.calls import (
 )
 from penstock_interception.changes import Changes
 from penstock_interception.clock import Clock
-from penstock_interception.completions import Completion, Failure
+from penstock_interception.completions import Failure
 from penstock_interception.deadlines import Deadlines
 from penstock_interception.dispatch import DeadlineKey, Dispatcher, DispatchLimits
 from penstock_interception.graph.model import Plan
-from penstock_interception.sessions import Selector, Session
+from penstock_interception.ports import (
+    Recorder,
+    Store,
+)
+from penstock_interception.sampling import with_max_tokens
+from penstock_interception.sessions import Selector
 
 _log = structlog.get_logger(__name__)
 
@@ -55,87 +59,6 @@ class GateLimits:
     rejoin_grace_s: float = 30.0
     retention_s: float = 24 * 3600.0
     dispatch: DispatchLimits = DispatchLimits()  # noqa: RUF009 - immutable
-
-
-class RejectionReason(StrEnum):
-    """Why a result is not taken."""
-
-    UNKNOWN_CALL = "unknown_call"
-    ALREADY_DELIVERED = "already_delivered"
-    CALL_ENDED = "call_ended"
-    NOT_LEASED = "not_leased"
-    INVALID = "invalid"
-    STALE_POLICY = "stale_policy"
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """A result that was not taken."""
-
-    call_id: str
-    reason: RejectionReason
-    message: str = ""
-    violations: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """A result that was taken. It counts once `committed` is done."""
-
-    call_id: str
-    committed: asyncio.Future[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What an accepted completion became: the message for the agent, and the record that rebuilds it after a crash."""
-
-    completion: Completion
-    message: Message
-    prompt: Prompt
-    injected: bool
-    record: bytes
-    chain_sha256: bytes
-    chain_index: int
-
-
-class CompletionRefused(Exception):
-    """A completion that breaks rules; `violations` says which."""
-
-    def __init__(self, violations: Iterable[str]) -> None:
-        super().__init__("the completion breaks a rule")
-        self.violations = tuple(violations)
-
-
-class Recorder(Protocol):
-    """Knows tokens, graphs and model sources."""
-
-    async def record(self, call: Call, completion: Completion, answerer: Answerer) -> Recorded:
-        """Checks a completion, adds it to the rollout's graph and parses it; raises CompletionRefused."""
-        ...
-
-    def forget(self, rollout: Rollout) -> None:
-        """The rollout is deleted."""
-        ...
-
-    def answer_by_source(self, call: Call) -> None:
-        """The rollout's model source shall answer this call, from now on and without waiting."""
-        ...
-
-
-class Store(Protocol):
-    """Durable state. Every method fixes its place in the order of writes before it returns."""
-
-    def token_of(self, rollout_id: str, salt: str) -> str: ...
-    def put_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]: ...
-    def update_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]: ...
-    def delete_rollout(self, rollout_id: str) -> asyncio.Future[list[int]]: ...
-    def put_call(self, call: Call) -> asyncio.Future[list[int]]: ...
-    def put_answer(self, call: Call, record: bytes) -> asyncio.Future[list[int]]: ...
-    def put_lease(self, call: Call) -> asyncio.Future[list[int]]: ...
-    def put_delegation(self, call: Call) -> asyncio.Future[list[int]]: ...
-    def end_call(self, call: Call) -> asyncio.Future[list[int]]: ...
-    def mark_told(self, call: Call) -> asyncio.Future[list[int]]: ...
 
 
 class Gate:
@@ -158,6 +81,7 @@ class Gate:
         self._by_request: dict[str, Rollout] = {}
         self._calls: dict[str, Call] = {}
         self._open_rollouts = 0
+        self.answers = Answers(self._calls, store, recorder, self.dispatcher, clock=self.clock, finish=self._finish)
 
     # Rollouts --------------------------------------------------------------------------------------------------------
 
@@ -351,73 +275,6 @@ class Gate:
         """Black box: the answer went by unread."""
         self._end(call, CallState.DELIVERED, "PASSED_THROUGH")
 
-    async def accept(
-        self, call_id: str, lease_id: str, answer: Completion | Failure, *, session: Session | None = None
-    ) -> Accepted | Rejection:
-        """Judges a trainer's answer. What is accepted counts, and is told to the agent, once it is committed."""
-        call = self._judge(call_id, lease_id, session)
-        if isinstance(call, Rejection):
-            before = self._calls.get(call_id)
-            if before is not None and before.claimed and before.committed is not None:
-                if before.accepted_digest == answer.digest():
-                    return Accepted(call_id, before.committed)
-                return Rejection(call_id, RejectionReason.ALREADY_DELIVERED, "Another result came first.")
-            return call
-        return await self.settle(call, answer, answerer=Answerer.TRAINER)
-
-    def delegate(
-        self, call_id: str, lease_id: str, override: Sampling | None, *, session: Session | None = None
-    ) -> Accepted | Rejection:
-        """The trainer lets the rollout's model source answer; accepted once that is committed."""
-        call = self._judge(call_id, lease_id, session)
-        if isinstance(call, Rejection):
-            return call
-        if call.delegated:
-            return Accepted(call_id, self._store.put_delegation(call))
-        if override is not None:
-            call.sampling = merged(call.sampling, override)
-        self.dispatcher.delegate(call)
-        return Accepted(call_id, self._store.put_delegation(call))
-
-    def release(self, call_id: str, lease_id: str, *, session: Session | None = None) -> Accepted | Rejection:
-        """The trainer gives a call back, for another session."""
-        call = self._judge(call_id, lease_id, session)
-        if isinstance(call, Rejection):
-            return call
-        if call.state is CallState.LEASED:
-            self.dispatcher.requeue(call, avoid=call.holder)
-        return Accepted(call_id, _done())
-
-    async def settle(self, call: Call, answer: Completion | Failure, *, answerer: Answerer) -> Accepted | Rejection:
-        """Takes an answer for a call that is open, whoever made it. The first that holds the rules wins."""
-        if call.claimed or call.state.terminal:
-            return Rejection(call.id, RejectionReason.CALL_ENDED, "The call is over.")
-        if isinstance(answer, Completion) and (refused := self._stale(call, answer)) is not None:
-            return refused
-        call.accepted_digest = answer.digest()  # claimed
-        record = b""
-        if isinstance(answer, Completion):
-            try:
-                recorded = await self._recorder.record(call, answer, answerer)
-            except CompletionRefused as refused:
-                call.accepted_digest = None
-                message = "The completion breaks a rule."
-                return Rejection(call.id, RejectionReason.INVALID, message, refused.violations)
-            except BaseException:
-                call.accepted_digest = None
-                raise
-            call.completion, call.message, call.prompt = recorded.completion, recorded.message, recorded.prompt
-            call.injected, call.chain_index = recorded.injected, recorded.chain_index
-            call.chain_sha256 = recorded.chain_sha256
-            record = recorded.record
-        else:
-            call.failure = answer
-        call.answerer = answerer
-        call.ended_at = self.clock.wall()
-        committed = call.committed = self._store.put_answer(call, record)
-        committed.add_done_callback(lambda done: self._committed(call, done))
-        return Accepted(call.id, committed)
-
     # The dispatcher tells --------------------------------------------------------------------------------------------
 
     def call_changed(self, call: Call) -> None:
@@ -467,6 +324,8 @@ class Gate:
                     self._end(call, CallState.EXPIRED, "EXPIRED")
                 elif kind == "gone" and call.attached <= 0:
                     self._end(call, CallState.CANCELLED, "AGENT_GONE")
+                elif kind == "offer":
+                    self.dispatcher.offer_again(call)
                 elif kind == "lease" and call.state is CallState.LEASED:
                     self.dispatcher.requeue(call)
 
@@ -523,44 +382,6 @@ class Gate:
         held = now - rollout.held_since if rollout.held_since is not None else 0.0
         return now - rollout.created - rollout.paused_s - held
 
-    def _judge(self, call_id: str, lease_id: str, session: Session | None) -> Call | Rejection:
-        """The call, when whoever shows this lease may answer it."""
-        call = self._calls.get(call_id)
-        if call is None:
-            return Rejection(call_id, RejectionReason.UNKNOWN_CALL, "There is no such call.")
-        if call.state.terminal or call.claimed:
-            return Rejection(call_id, RejectionReason.CALL_ENDED, f"The call is over: {call.end_reason or 'answered'}.")
-        own = lease_id == call.lease_id or (session is not None and call.holder is session)
-        if not call.offered or call.state is CallState.DISPATCHED or (call.state is CallState.LEASED and not own):
-            return Rejection(call_id, RejectionReason.NOT_LEASED, "The call is leased to another.")
-        return call
-
-    def _stale(self, call: Call, completion: Completion) -> Rejection | None:
-        least = call.min_policy_version
-        if least is None:
-            return None
-        versions = completion.tokens.versions if completion.tokens is not None else ()
-        if not versions:
-            wanted = ("completion.span.versions: needed, since the rollout bounds the policy version",)
-            return Rejection(call.id, RejectionReason.INVALID, "The completion breaks a rule.", wanted)
-        oldest = min(span.policy_version for span in versions)
-        if oldest >= least:
-            return None
-        message = f"Sampled by version {oldest}; this call accepts {least} and newer."
-        return Rejection(call.id, RejectionReason.STALE_POLICY, message)
-
-    def _committed(self, call: Call, done: asyncio.Future[list[int]]) -> None:
-        if done.cancelled() or done.exception() is not None:
-            # The disk refused. The answer was told to nobody; the call fails, and the agent may try again.
-            _log.error("an answer could not be journalled", call_id=call.id, rollout_id=call.rollout.id)
-            call.completion = call.message = None
-            call.failure = Failure("JOURNAL_FAILED")
-            self._finish(call, CallState.FAILED, "JOURNAL_FAILED")
-        elif call.failure is not None:
-            self._finish(call, CallState.FAILED, call.failure.reason)
-        else:
-            self._finish(call, CallState.DELIVERED, "")
-
     def _end(self, call: Call, state: CallState, reason: str) -> None:
         """Ends a call that nobody has claimed."""
         if call.state.terminal or call.claimed:
@@ -604,25 +425,3 @@ class Gate:
             spent.prompt_tokens += prompt
             totals.completion_tokens += call.completion.count
             spent.completion_tokens += call.completion.count
-
-
-_UNSET = Sampling()
-
-
-def with_max_tokens(sampling: Sampling, limit: int | None) -> Sampling:
-    """The same with this limit; None is none."""
-    return sampling if sampling.max_tokens == limit else replace(sampling, max_tokens=limit)
-
-
-def merged(base: Sampling, override: Sampling) -> Sampling:
-    """`base` with every field that `override` sets."""
-    if override == _UNSET:
-        return base
-    changes = {f.name: value for f in fields(override) if (value := getattr(override, f.name)) is not None}
-    return replace(base, **changes)
-
-
-def _done() -> asyncio.Future[list[int]]:
-    done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-    done.set_result([])
-    return done

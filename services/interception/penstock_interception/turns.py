@@ -22,9 +22,11 @@ from penstock_interception.calls import Answerer, Arrival, Call, Opening, Rollou
 from penstock_interception.clock import Clock
 from penstock_interception.completions import Completion, Failure
 from penstock_interception.conversation import Conversation
-from penstock_interception.gate import Gate, GateLimits, Recorded, Rejection, with_max_tokens
+from penstock_interception.gate import Gate, GateLimits
 from penstock_interception.graph import Plan
+from penstock_interception.ports import Recorded, Rejection
 from penstock_interception.requests import ChatRequest
+from penstock_interception.sampling import with_max_tokens
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
 from penstock_interception.sources.registry import Sources
 from penstock_interception.store import CallStore
@@ -191,10 +193,10 @@ class Turns:
         try:
             source: ModelSource = self._sources.source(rollout.opening, rollout.caller_key)
             completion = await source.complete(call)
-            outcome = await self.gate.settle(call, completion, answerer=source.answerer)
+            outcome = await self.gate.answers.settle(call, completion, answerer=source.answerer)
         except SourceError as error:
             _log.warning("a model source failed", call_id=call.id, rollout_id=rollout.id, reason=error.reason)
-            outcome = await self.gate.settle(
+            outcome = await self.gate.answers.settle(
                 call, Failure(error.reason, str(error), error.retriable), answerer=Answerer.INFERENCE
             )
         except PenstockError as error:

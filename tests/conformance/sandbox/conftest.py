@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from tests.conformance.sandbox.services import SERVICES, Running, start
 
 from penstock.sandbox.v1 import file_service_pb2 as fs
 from penstock.sandbox.v1 import process_service_pb2 as ps
@@ -17,7 +18,6 @@ from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
 from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.errors import PenstockError
-from tests.conformance.sandbox.services import SERVICES, Running, start
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=list(SERVICES))
@@ -221,5 +221,3 @@ async def capabilities(service: Running) -> sb.Capabilities:
     assert backend.available, f"this machine cannot run the suite: {backend.unavailable_reason}"
     capabilities: sb.Capabilities = backend.capabilities
     return capabilities
-
-

@@ -176,7 +176,7 @@ async def test_an_upstream_that_fails_is_told_to_the_agent_without_its_words(ser
 
 
 async def test_black_box_passes_bytes_through_unread_and_counts(service: Any) -> None:
-    """Black box: the upstream's bytes reach the agent, hop and credential headers do not travel, nothing is captured."""
+    """Black box: the bytes reach the agent, hop and credential headers do not travel, nothing is captured."""
 
     def answer(request: web.Request, body: dict[str, Any]) -> web.Response:
         return web.Response(body=b"raw \xff bytes", headers={"x-kept": "1", "set-cookie": "a=b"})

@@ -12,9 +12,10 @@ from tests.unit.driver.conftest import Driver
 from tests.unit.driver.world import bash, say
 
 from penstock.driver.v1 import rollout_pb2
+from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from penstock_driver.launches import FileToWrite
-from penstock_driver.ports import Command, GateClosing
+from penstock_driver.ports import CallEnded, Command, GateClosing
 from penstock_driver.rollouts import Limits, Verifier
 
 
@@ -299,3 +300,23 @@ async def test_after_a_restart_what_ran_is_ended_and_released(driver: Driver) ->
     assert [event.sequence for event in events] == [1, 2, 3, 4, 5, 6]
     assert events[-1].HasField("ended")
     driver.sandboxes.boxes.clear()
+
+
+async def test_a_rollouts_model_calls_are_told_among_its_events(driver: Driver) -> None:
+    """R71: as the gate reports them; those of a rollout that is not here are left alone."""
+    driver.fleet.watch_calls()
+    driver.gate.hold = asyncio.Event()
+    record = await driver.start(driver.order())
+    await driver.gate.called.wait()
+    call = trajectory_pb2.Call(call_id="c1", rollout_id=record.rollout_id)
+    driver.gate.ended_calls.put_nowait(CallEnded("another", b""))
+    driver.gate.ended_calls.put_nowait(CallEnded(record.rollout_id, call.SerializeToString()))
+    with driver.records.signal(record.rollout_id) as signal:
+        while not driver.gate.ended_calls.empty():
+            await signal.wait()
+    driver.gate.hold.set()
+    await driver.outcome(record)
+    told = [
+        event.call_finished.call for event in await driver.events(record.rollout_id) if event.HasField("call_finished")
+    ]
+    assert told == [call]

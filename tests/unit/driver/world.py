@@ -23,6 +23,7 @@ from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError
 from penstock_driver.launches import FileToWrite
 from penstock_driver.ports import (
     BackendFacts,
+    CallEnded,
     Command,
     CommandReport,
     CommandResult,
@@ -301,6 +302,7 @@ class HttpGate:
         self.hold: asyncio.Event | None = None
         self.holds: Callable[[dict[str, Any]], bool] = lambda body: True
         self.closing = GateClosing()
+        self.ended_calls: asyncio.Queue[CallEnded] = asyncio.Queue()
         self.fail: dict[str, list[PenstockError]] = {}
         self._server: asyncio.Server | None = None
 
@@ -351,6 +353,10 @@ class HttpGate:
         self._failing("close")
         self.closed.setdefault(rollout_id, reason)
         return self.closing
+
+    async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
+        while True:
+            yield await self.ended_calls.get()
 
     async def delete(self, rollout_id: str) -> None:
         self.deleted.append(rollout_id)

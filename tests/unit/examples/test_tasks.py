@@ -6,13 +6,14 @@ import importlib.util
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-import penstock_driver
 import pytest
 
+import penstock_driver
 import tasks
 from penstock_codec import Codec, Continuation
 from tasks import BASH, STOCK_FILE, STOCK_WORD, TASKS, CopyTask
@@ -87,6 +88,15 @@ def test_no_task_is_solved_by_the_stock_answer() -> None:
     """Else a model that reads nothing would be rewarded."""
     assert all(task.word != STOCK_WORD and task.file != STOCK_FILE for task in TASKS)
     assert all(task.word not in task.instruction for task in TASKS)
+
+
+def test_the_task_file_is_one_of_the_tasks() -> None:
+    """What `penstock rollout --task` runs is what the model was trained on."""
+    word, file = tasks.EXAMPLE.verifier.commands[0].argv[-2:] if tasks.EXAMPLE.verifier else ("", "")
+    task = CopyTask(word, file)
+    assert task in TASKS
+    assert task.to_task() == replace(tasks.EXAMPLE, files=task.to_task().files)
+    assert [(seed.path, seed.content) for seed in tasks.EXAMPLE.files] == [("note.txt", task.note.encode())]
 
 
 @pytest.mark.parametrize(

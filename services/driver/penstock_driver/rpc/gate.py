@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 import grpc
+import structlog
 
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2, rollout_gate_service_pb2_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.channel import typed_errors
-from penstock_chassis.errors import NotFound, Unavailable
-from penstock_driver.ports import GateClosing, GateOpening, GateOrder
+from penstock_chassis.errors import NotFound, PenstockError, Unavailable
+from penstock_driver.ports import CallEnded, GateClosing, GateOpening, GateOrder
 from penstock_driver.rpc.values import DIALECTS, dialect_from_proto
 
 CALL_S: Final = 60.0
 _PROBE_S: Final = 5.0
+_RETRY_FIRST_S: Final = 0.2
+_RETRY_MOST_S: Final = 10.0
+_ENDED: Final = frozenset(
+    {
+        trajectory_pb2.CALL_STATE_DELIVERED,
+        trajectory_pb2.CALL_STATE_FAILED,
+        trajectory_pb2.CALL_STATE_CANCELLED,
+        trajectory_pb2.CALL_STATE_EXPIRED,
+    }
+)
+_log = structlog.get_logger("penstock.driver")
 
 
 class GrpcGate:
@@ -81,6 +94,32 @@ class GrpcGate:
         request = rollout_gate_service_pb2.DeleteRolloutRequest(rollout_id=rollout_id)
         with typed_errors():
             await self._gate.DeleteRollout(request, timeout=CALL_S)
+
+    async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
+        """See ports.Gate. A broken stream is resumed; what the gate has forgotten meanwhile is not told."""
+        request = rollout_gate_service_pb2.WatchCallsRequest(labels=labels)
+        delay = _RETRY_FIRST_S
+        while True:
+            try:
+                with typed_errors():
+                    async for answer in self._gate.WatchCalls(request):
+                        delay = _RETRY_FIRST_S
+                        kind = answer.WhichOneof("event")
+                        if kind == "started":
+                            request.after_sequence = answer.started.sequence
+                        elif kind == "closed":
+                            request.after_sequence = answer.closed.sequence
+                        elif kind == "changed":
+                            request.after_sequence = answer.changed.sequence
+                            if answer.changed.call.state in _ENDED:
+                                call = answer.changed.call
+                                yield CallEnded(call.rollout_id, call.SerializeToString())
+            except PenstockError as error:
+                if error.reason == "SEQUENCE_UNKNOWN":
+                    request.ClearField("after_sequence")
+                _log.info("the watch of calls broke", error=repr(error))
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _RETRY_MOST_S)
 
     async def capture(self, rollout_id: str, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
         """The rollout's trajectory as the gate has it, in fragments; NotFound (ROLLOUT_UNKNOWN)."""

@@ -11,6 +11,7 @@ from penstock_driver.events import AgentEvent
 from penstock_driver.records import GroupRecord, Record
 from penstock_driver.rollouts import (
     ArtifactCollected,
+    CallFinished,
     Cause,
     CommandFinished,
     Failure,
@@ -49,6 +50,8 @@ def encode_event(rollout_id: str, sequence: int, time: float, event: Happening) 
                     stderr_tail=event.stderr_tail,
                 )
             )
+        case CallFinished():
+            wire.call_finished.call.MergeFromString(event.call)
         case ArtifactCollected():
             wire.artifact.CopyFrom(
                 rollout_pb2.ArtifactCollected(

@@ -17,12 +17,12 @@ from aiohttp import web
 
 from penstock_chassis.errors import PenstockError
 from penstock_interception.calls import Arrival, Call, CallState, Mode, Rollout
-from penstock_interception.gate import merged
 from penstock_interception.ingress import outcomes
 from penstock_interception.ingress.dialect import BadRequest, DialectCodec, Problem
 from penstock_interception.ingress.joining import identify, same_call
 from penstock_interception.ingress.passthrough import Passthrough
 from penstock_interception.requests import ChatRequest
+from penstock_interception.sampling import merged
 from penstock_interception.turns import Turns
 
 _log = structlog.get_logger(__name__)

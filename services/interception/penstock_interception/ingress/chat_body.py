@@ -192,7 +192,11 @@ def parse_chat(body: bytes) -> ChatRequest:
     try:
         parsed = ChatBody.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        found = error.errors(include_input=False, include_url=False, include_context=False)
+        # Of the members of a union, the one that got furthest says most.
+        first = max(
+            (item for item in found if item["loc"][:2] == found[0]["loc"][:2]), key=lambda item: len(item["loc"])
+        )
         param = _path(first["loc"])
         raise BadRequest(f"{param or 'body'}: {first['msg']}.", param, "invalid_value") from None
     if parsed.n is not None and parsed.n != 1:

@@ -25,7 +25,8 @@ from penstock_chassis.errors import (
 )
 from penstock_interception.calls import Call
 from penstock_interception.completions import Failure
-from penstock_interception.gate import Accepted, Gate, Rejection, RejectionReason
+from penstock_interception.gate import Gate
+from penstock_interception.ports import Accepted, Rejection, RejectionReason
 from penstock_interception.rpc import convert, trajectory
 from penstock_interception.rpc.frames import CallWriter, frames_of
 from penstock_interception.rpc.gate_service import paged
@@ -286,18 +287,18 @@ async def _judge_one(gate: Gate, result: pb.CallResult, session: Session | None)
             except InvalidArgument as error:
                 told = tuple(f"{v.field}: {v.description}" for v in error.violations)
                 return Rejection(call_id, RejectionReason.INVALID, error.message, told)
-            return await gate.accept(call_id, lease_id, completion, session=session)
+            return await gate.answers.accept(call_id, lease_id, completion, session=session)
         case "failure":
             failure = Failure(
                 result.failure.reason or "TRAINER_FAILED", result.failure.message, result.failure.retriable
             )
-            return await gate.accept(call_id, lease_id, failure, session=session)
+            return await gate.answers.accept(call_id, lease_id, failure, session=session)
         case "delegation":
             asked = result.delegation
             override = convert.sampling_from(asked.sampling_override) if asked.HasField("sampling_override") else None
-            return gate.delegate(call_id, lease_id, override, session=session)
+            return gate.answers.delegate(call_id, lease_id, override, session=session)
         case "release":
-            return gate.release(call_id, lease_id, session=session)
+            return gate.answers.release(call_id, lease_id, session=session)
     return Rejection(call_id, RejectionReason.INVALID, "The result is empty.", ("result: unset",))
 
 

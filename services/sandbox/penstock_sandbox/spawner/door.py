@@ -34,6 +34,7 @@ from penstock_sandbox.spawner import files, syscalls, wire
 
 _KILL_DEADLINE_S = 10.0
 _OOM_BIAS = 500
+_PF_EXITING = 0x4
 _RESET_SIGNALS = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 Reply = tuple[wire.Message, list[int]]
@@ -42,8 +43,9 @@ Reply = tuple[wire.Message, list[int]]
 class Door:
     """Serves one sandbox's channel until it closes."""
 
-    def __init__(self, channel: socket.socket, host_proc: int, oom_score: int) -> None:
+    def __init__(self, channel: socket.socket, host_proc: int, oom_score: int, first_pid: int) -> None:
         self._channel = channel
+        self._first_pid = first_pid
         self._host_proc = host_proc
         self._oom_score = oom_score
         self._oom_base = int(os.pread(oom_score, 16, 0) or b"0")
@@ -119,6 +121,9 @@ class Door:
                 self._running.discard(pid)
             else:
                 continue
+            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and self._sandbox_ends():
+                # Not an end of its own: it is told with the sandbox's.
+                continue
             # posix_spawn shares the door's memory until the program runs, and that counts: at or under the door's own
             # peak the figure says nothing.
             floor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -132,6 +137,20 @@ class Door:
                     "peak_bytes": usage.ru_maxrss * 1024 if usage.ru_maxrss > floor else None,
                 },
             )
+
+    def _sandbox_ends(self) -> bool:
+        """Whether the first process is dying, which kills all others: the kernel flags it before it does so."""
+        try:
+            stat = os.open(f"{self._first_pid}/stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._host_proc)
+        except FileNotFoundError:
+            return True
+        try:
+            fields = os.read(stat, 4096).rpartition(b")")[2].split()
+        except ProcessLookupError:
+            return True
+        finally:
+            os.close(stat)
+        return bool(int(fields[6]) & _PF_EXITING)
 
     def _start(self, request: wire.Message, descriptors: list[int]) -> Reply:
         environment: dict[str, str] = request["env"]
@@ -281,8 +300,12 @@ def _find(program: str, path: str) -> str:
     raise files.Refused(errno.ENOENT, f"{program}: not found in PATH")
 
 
-def enter(sandbox: int, channel: socket.socket, uid: int | None, groups: list[str]) -> None:
-    """Become the door: never returns. ``sandbox`` is a pidfd of its first process, ``uid`` the host user to become."""
+def enter(sandbox: int, first_pid: int, channel: socket.socket, uid: int | None, groups: list[str]) -> None:
+    """Become the door: never returns.
+
+    ``sandbox`` is a pidfd of the sandbox's first process, whose id on the host is ``first_pid``; ``uid`` is the host
+    user to become (None: stay), ``groups`` are the ``cgroup.procs`` files to join first.
+    """
     code = 71
     try:
         syscalls.die_with_parent(signal.SIGKILL)
@@ -322,7 +345,7 @@ def enter(sandbox: int, channel: socket.socket, uid: int | None, groups: list[st
         syscalls.set_no_new_privs()
         syscalls.set_dumpable(False)
         wire.send(channel, {"event": "ready"})
-        Door(channel, host_proc, oom_score).serve()
+        Door(channel, host_proc, oom_score, first_pid).serve()
         code = 0
     except OSError as error:
         wire.send(channel, {"event": "failed", "errno": error.errno or errno.EIO, "what": str(error)})

@@ -210,7 +210,7 @@ class Spawner:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             _close_others({0, 1, 2, channel, sandbox.pidfd})
-            door.enter(sandbox.pidfd, socket.socket(fileno=channel), sandbox.uid, sandbox.groups)
+            door.enter(sandbox.pidfd, sandbox.first_pid, socket.socket(fileno=channel), sandbox.uid, sandbox.groups)
         os.close(channel)
         sandbox.door_channel = None
         sandbox.door_pid = pid

@@ -13,7 +13,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
 from penstock_sandbox.backends.base import Backend, MountedToolbox, ProcessSink, RawExit, SandboxHandle, SealedLayer
-from penstock_sandbox.backends.local import bubblewrap, layers, rootfs
+from penstock_sandbox.backends.local import bubblewrap, cgroups, layers, rootfs
 from penstock_sandbox.backends.local.cgroups import Cgroups, Group
 from penstock_sandbox.backends.local.channel import ChannelClosed, Refused
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
@@ -40,6 +39,7 @@ _STAGES = ("/mnt", "/srv", "/media")
 _EMPTY_GROUP_WAIT_S = 0.002
 _EMPTY_GROUP_TRIES = 500
 _IMAGE = "host"
+_GROUPS = "control-groups"
 
 _log = structlog.get_logger(__name__)
 
@@ -120,21 +120,24 @@ class LocalBackend(Backend):
         self._binds = [rootfs.Bind(self._stage.map(bind.source), bind.target) for bind in binds]
         rootfs.write_skeleton(self._root / "base", binds, links)
         if self._as_root or os.access("/sys/fs/cgroup", os.R_OK):
-            self._cgroups = Cgroups.detect(self._group_name)
-
-    @property
-    def _group_name(self) -> str:
-        return "penstock-" + hashlib.sha256(str(self._root).encode()).hexdigest()[:12]
+            self._cgroups = Cgroups.detect(cgroups.group_name(self._root))
+            # Where they are depends on the group that this process is in; the next one may be in another.
+            (self._root / _GROUPS).write_text("\n".join(map(str, self._cgroups.parents)))
 
     def _clean(self) -> None:
         """Remove what an earlier instance on the same state directory left behind."""
-        for group in Cgroups.detect(self._group_name).leftovers():
-            for pid in group.members():
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            _remove_group(group)
+        name, remembered = cgroups.group_name(self._root), self._root / _GROUPS
+        if remembered.exists():
+            parents = [Path(line) for line in remembered.read_text().splitlines()]
+            for group in cgroups.leftovers(parents, name):
+                for pid in group.members():
+                    try:
+                        os.kill(pid, signal.SIGKILL)
+                    except ProcessLookupError:
+                        continue
+                _remove_group(group)
+            cgroups.remove_parents(parents, name)
+            remembered.unlink()
         for name in ("sandboxes", "trash", "spool", "layers"):
             folder = self._root / name
             for child in folder.iterdir() if folder.is_dir() else ():
@@ -185,7 +188,8 @@ class LocalBackend(Backend):
         if self._spawner is not None:
             await self._spawner.aclose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._cgroups.remove_parents)
+        await asyncio.to_thread(cgroups.remove_parents, self._cgroups.parents, cgroups.group_name(self._root))
+        (self._root / _GROUPS).unlink(missing_ok=True)
 
     # Sandboxes ---------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ is removed when its sandbox is. An ordinary user gets a v2 group only where one 
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,18 +72,31 @@ class Cgroups:
             raise
         return group
 
-    def leftovers(self) -> list[Group]:
-        """Groups that an earlier instance of this service left."""
-        names = {child.name for found in self._hierarchies for child in found.parent.iterdir() if child.is_dir()}
-        return [Group({}, {found.parent / name: found.version for found in self._hierarchies}) for name in names]
+    @property
+    def parents(self) -> list[Path]:
+        """Our own parent group in each hierarchy: what to remember, so that another instance can clean up."""
+        return [found.parent for found in self._hierarchies]
 
-    def remove_parents(self) -> None:
-        """Remove our own parent groups, which must be empty."""
-        for found in self._hierarchies:
+
+def leftovers(parents: Iterable[Path], name: str) -> list[Group]:
+    """The groups below ``parents`` that an earlier instance left; parents that are not ours by ``name`` are ignored."""
+    ours = [parent for parent in parents if parent.name == name and parent.is_dir()]
+    return [Group({}, {child: 1}) for parent in ours for child in parent.iterdir() if child.is_dir()]
+
+
+def remove_parents(parents: Iterable[Path], name: str) -> None:
+    """Remove parent groups of ours, which must be empty."""
+    for parent in parents:
+        if parent.name == name:
             try:
-                found.parent.rmdir()
+                parent.rmdir()
             except FileNotFoundError:
                 continue
+
+
+def group_name(state_dir: Path) -> str:
+    """The name of the parent group of the service whose state is in ``state_dir``."""
+    return "penstock-" + hashlib.sha256(str(state_dir).encode()).hexdigest()[:12]
 
 
 class Group:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 
 import structlog
 
@@ -75,7 +76,7 @@ class Endpoint:
                 _log.warning(
                     "upstream unreachable", sandbox=self._sandbox_id, upstream=self._upstream, error=str(error)
                 )
-                inside[1].transport.abort()
+                _reset(inside[1])
             else:
                 await self._splice(inside, outside)
         finally:
@@ -87,10 +88,16 @@ class Endpoint:
                 both.create_task(_pump(inside[0], outside[1]))
                 both.create_task(_pump(outside[0], inside[1]))
         except* OSError:
-            # One side broke off: the other one learns by the abort.
-            inside[1].transport.abort()
+            # One side broke off: the other one must not take that for an end.
+            _reset(inside[1])
         finally:
             outside[1].transport.abort()
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection so that its peer sees a failure, not an end of file."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
 
 
 async def _connect(upstream: str) -> _Streams:

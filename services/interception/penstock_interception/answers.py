@@ -1,0 +1,154 @@
+"""Judges answers: the first that holds the rules wins, is recorded, and counts once it is on disk (R29, R83).
+
+An answer is judged against its call alone; what is wrong with one says nothing of the others that came with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from penstock_codec.chat import Sampling
+from penstock_interception.calls import Answerer, Call, CallState
+from penstock_interception.clock import Clock
+from penstock_interception.completions import Completion, Failure
+from penstock_interception.dispatch import Dispatcher
+from penstock_interception.ports import Accepted, CompletionRefused, Recorder, Rejection, RejectionReason, Store
+from penstock_interception.sampling import merged
+from penstock_interception.sessions import Session
+
+_log = structlog.get_logger(__name__)
+
+
+class Answers:
+    """Takes answers from trainers and model sources. `finish` ends a call, `calls` has those that are known."""
+
+    def __init__(
+        self,
+        calls: Mapping[str, Call],
+        store: Store,
+        recorder: Recorder,
+        dispatcher: Dispatcher,
+        *,
+        clock: Clock,
+        finish: Callable[[Call, CallState, str], None],
+    ) -> None:
+        self._calls = calls
+        self._store = store
+        self._recorder = recorder
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._finish = finish
+
+    async def accept(
+        self, call_id: str, lease_id: str, answer: Completion | Failure, *, session: Session | None = None
+    ) -> Accepted | Rejection:
+        """Judges a trainer's answer. What is accepted counts, and is told to the agent, once it is committed."""
+        call = self._judge(call_id, lease_id, session)
+        if isinstance(call, Rejection):
+            before = self._calls.get(call_id)
+            if before is not None and before.claimed and before.committed is not None:
+                if before.accepted_digest == answer.digest():
+                    return Accepted(call_id, before.committed)
+                return Rejection(call_id, RejectionReason.ALREADY_DELIVERED, "Another result came first.")
+            return call
+        return await self.settle(call, answer, answerer=Answerer.TRAINER)
+
+    def delegate(
+        self, call_id: str, lease_id: str, override: Sampling | None, *, session: Session | None = None
+    ) -> Accepted | Rejection:
+        """The trainer lets the rollout's model source answer; accepted once that is committed."""
+        call = self._judge(call_id, lease_id, session)
+        if isinstance(call, Rejection):
+            return call
+        if call.delegated:
+            return Accepted(call_id, self._store.put_delegation(call))
+        if override is not None:
+            call.sampling = merged(call.sampling, override)
+        self._dispatcher.delegate(call)
+        return Accepted(call_id, self._store.put_delegation(call))
+
+    def release(self, call_id: str, lease_id: str, *, session: Session | None = None) -> Accepted | Rejection:
+        """The trainer gives a call back, for another session."""
+        call = self._judge(call_id, lease_id, session)
+        if isinstance(call, Rejection):
+            return call
+        if call.state is CallState.LEASED:
+            self._dispatcher.requeue(call, avoid=call.holder)
+        return Accepted(call_id, _done())
+
+    async def settle(self, call: Call, answer: Completion | Failure, *, answerer: Answerer) -> Accepted | Rejection:
+        """Takes an answer for a call that is open, whoever made it. The first that holds the rules wins."""
+        if call.claimed or call.state.terminal:
+            return Rejection(call.id, RejectionReason.CALL_ENDED, "The call is over.")
+        if isinstance(answer, Completion) and (refused := self._stale(call, answer)) is not None:
+            return refused
+        call.accepted_digest = answer.digest()  # claimed
+        record = b""
+        if isinstance(answer, Completion):
+            try:
+                recorded = await self._recorder.record(call, answer, answerer)
+            except CompletionRefused as refused:
+                call.accepted_digest = None
+                message = "The completion breaks a rule."
+                return Rejection(call.id, RejectionReason.INVALID, message, refused.violations)
+            except BaseException:
+                call.accepted_digest = None
+                raise
+            call.completion, call.message, call.prompt = recorded.completion, recorded.message, recorded.prompt
+            call.injected, call.chain_index = recorded.injected, recorded.chain_index
+            call.chain_sha256 = recorded.chain_sha256
+            record = recorded.record
+        else:
+            call.failure = answer
+        call.answerer = answerer
+        call.ended_at = self._clock.wall()
+        committed = call.committed = self._store.put_answer(call, record)
+        committed.add_done_callback(lambda done: self._committed(call, done))
+        return Accepted(call.id, committed)
+
+    def _judge(self, call_id: str, lease_id: str, session: Session | None) -> Call | Rejection:
+        """The call, when whoever shows this lease may answer it."""
+        call = self._calls.get(call_id)
+        if call is None:
+            return Rejection(call_id, RejectionReason.UNKNOWN_CALL, "There is no such call.")
+        if call.state.terminal or call.claimed:
+            return Rejection(call_id, RejectionReason.CALL_ENDED, f"The call is over: {call.end_reason or 'answered'}.")
+        own = lease_id == call.lease_id or (session is not None and call.holder is session)
+        if not call.offered or call.state is CallState.DISPATCHED or (call.state is CallState.LEASED and not own):
+            return Rejection(call_id, RejectionReason.NOT_LEASED, "The call is leased to another.")
+        return call
+
+    def _stale(self, call: Call, completion: Completion) -> Rejection | None:
+        least = call.min_policy_version
+        if least is None:
+            return None
+        versions = completion.tokens.versions if completion.tokens is not None else ()
+        if not versions:
+            wanted = ("completion.span.versions: needed, since the rollout bounds the policy version",)
+            return Rejection(call.id, RejectionReason.INVALID, "The completion breaks a rule.", wanted)
+        oldest = min(span.policy_version for span in versions)
+        if oldest >= least:
+            return None
+        message = f"Sampled by version {oldest}; this call accepts {least} and newer."
+        return Rejection(call.id, RejectionReason.STALE_POLICY, message)
+
+    def _committed(self, call: Call, done: asyncio.Future[list[int]]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            # The disk refused. The answer was told to nobody; the call fails, and the agent may try again.
+            _log.error("an answer could not be journalled", call_id=call.id, rollout_id=call.rollout.id)
+            call.completion = call.message = None
+            call.failure = Failure("JOURNAL_FAILED")
+            self._finish(call, CallState.FAILED, "JOURNAL_FAILED")
+        elif call.failure is not None:
+            self._finish(call, CallState.FAILED, call.failure.reason)
+        else:
+            self._finish(call, CallState.DELIVERED, "")
+
+
+def _done() -> asyncio.Future[list[int]]:
+    done: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+    done.set_result([])
+    return done

@@ -1,0 +1,97 @@
+"""What the gate needs of others, and how it answers those who deliver.
+
+`Recorder` knows tokens, graphs and model sources; `Store` makes things durable. The gate sees them only through these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from penstock_codec.chat import Message
+from penstock_interception.calls import Answerer, Call, Prompt, Rollout
+from penstock_interception.completions import Completion
+
+
+class RejectionReason(StrEnum):
+    """Why a result is not taken."""
+
+    UNKNOWN_CALL = "unknown_call"
+    ALREADY_DELIVERED = "already_delivered"
+    CALL_ENDED = "call_ended"
+    NOT_LEASED = "not_leased"
+    INVALID = "invalid"
+    STALE_POLICY = "stale_policy"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A result that was not taken."""
+
+    call_id: str
+    reason: RejectionReason
+    message: str = ""
+    violations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A result that was taken. It counts once `committed` is done."""
+
+    call_id: str
+    committed: asyncio.Future[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What an accepted completion became: the message for the agent, and the record that rebuilds it after a crash."""
+
+    completion: Completion
+    message: Message
+    prompt: Prompt
+    injected: bool
+    record: bytes
+    chain_sha256: bytes
+    chain_index: int
+
+
+class CompletionRefused(Exception):
+    """A completion that breaks rules; `violations` says which."""
+
+    def __init__(self, violations: Iterable[str]) -> None:
+        super().__init__("the completion breaks a rule")
+        self.violations = tuple(violations)
+
+
+class Recorder(Protocol):
+    """Knows tokens, graphs and model sources."""
+
+    async def record(self, call: Call, completion: Completion, answerer: Answerer) -> Recorded:
+        """Checks a completion, adds it to the rollout's graph and parses it; raises CompletionRefused."""
+        ...
+
+    def forget(self, rollout: Rollout) -> None:
+        """The rollout is deleted."""
+        ...
+
+    def answer_by_source(self, call: Call) -> None:
+        """The rollout's model source shall answer this call, from now on and without waiting."""
+        ...
+
+
+class Store(Protocol):
+    """Durable state. Every method fixes its place in the order of writes before it returns."""
+
+    def token_of(self, rollout_id: str, salt: str) -> str: ...
+    def put_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]: ...
+    def update_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]: ...
+    def delete_rollout(self, rollout_id: str) -> asyncio.Future[list[int]]: ...
+    def put_call(self, call: Call) -> asyncio.Future[list[int]]: ...
+    def put_answer(self, call: Call, record: bytes) -> asyncio.Future[list[int]]: ...
+    def put_lease(self, call: Call) -> asyncio.Future[list[int]]: ...
+    def put_delegation(self, call: Call) -> asyncio.Future[list[int]]: ...
+    def end_call(self, call: Call) -> asyncio.Future[list[int]]: ...
+    def mark_told(self, call: Call) -> asyncio.Future[list[int]]: ...

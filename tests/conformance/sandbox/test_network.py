@@ -1,0 +1,237 @@
+"""What a sandbox may reach: its one endpoint where it has one, and nothing else whatever it tries."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from tests.conformance.sandbox.conftest import Box, MakeBox, failure, one_endpoint
+from tests.conformance.sandbox.services import Running
+
+from penstock.sandbox.v1 import sandbox_pb2 as sb
+from penstock.sandbox.v1 import sandbox_service_pb2 as ss
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers what came, after the other side closed its half."""
+    data = await reader.read(-1)
+    writer.write(b"echo:" + data)
+    await writer.drain()
+    writer.close()
+
+
+@asynccontextmanager
+async def upstream(handler: Handler = _echo, host: str = "127.0.0.1") -> AsyncIterator[str]:
+    """A server on the host's loopback; yields its address."""
+    server = await asyncio.start_server(handler, host, 0)
+    async with server:
+        name, port = server.sockets[0].getsockname()[:2]
+        yield f"{name}:{port}"
+
+
+DIAL = "exec 3<>/dev/tcp/{host}/{port} || exit 9; "
+TALK = """python3 -c '
+import socket, sys
+s = socket.create_connection(("127.0.0.1", 4000), 10)
+s.sendall(sys.stdin.buffer.read()); s.shutdown(socket.SHUT_WR)
+while d := s.recv(65536): sys.stdout.buffer.write(d)
+'"""
+
+
+async def test_the_one_endpoint_leads_to_its_upstream(make_box: MakeBox) -> None:
+    """R14, R18"""
+    async with upstream() as address:
+        box = await make_box(network=one_endpoint(address))
+        assert (await box.run(shell=TALK, stdin=b"hello")).stdout == b"echo:hello"
+
+
+async def test_megabytes_pass_the_endpoint_both_ways_and_half_closes_too(make_box: MakeBox) -> None:
+    """R26"""
+    async with upstream() as address:
+        box = await make_box(network=one_endpoint(address))
+        data = bytes(range(256)) * 16384
+        result = await box.run(shell=TALK, stdin=data, output_limit=10_000_000)
+        assert result.stdout == b"echo:" + data
+
+
+async def test_a_unix_socket_can_be_the_upstream(make_box: MakeBox, service: Running) -> None:
+    """R14"""
+    path = service.state_dir / "upstream.sock"
+    server = await asyncio.start_unix_server(_echo, path)
+    path.chmod(0o666)
+    async with server:
+        box = await make_box(network=one_endpoint(f"unix:{path}"))
+        assert (await box.run(shell=TALK, stdin=b"x")).stdout == b"echo:x"
+
+
+async def test_an_upstream_that_is_not_there_is_a_broken_connection_and_no_hang(make_box: MakeBox) -> None:
+    """R27"""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        box = await make_box(network=one_endpoint(f"127.0.0.1:{closed.getsockname()[1]}"))
+        result = await box.run(shell=TALK, stdin=b"", timeout_s=30)
+        assert result.exit.code == 1
+
+
+async def test_nothing_but_the_endpoint_can_be_reached(make_box: MakeBox, service: Running) -> None:
+    """R14: no port of the host, its names, the metadata address, the control plane, the siblings."""
+    async with upstream() as address, upstream(host="0.0.0.0") as wide:
+        box = await make_box(network=one_endpoint(address))
+        control = service.address.rpartition(":")[2]
+        host_port, wide_port = address.rpartition(":")[2], wide.rpartition(":")[2]
+        for host, port in (
+            ("127.0.0.1", host_port),
+            ("127.0.0.1", wide_port),
+            ("127.0.0.1", control),
+            ("169.254.169.254", "80"),
+            ("10.0.0.1", "80"),
+            ("1.1.1.1", "443"),
+            (_own_address(), wide_port),
+            ("localhost", control),
+            ("example.com", "80"),
+        ):
+            result = await box.run(shell=DIAL.format(host=host, port=port), timeout_s=30)
+            assert result.exit.code == 9, (host, port)
+
+
+async def test_every_port_of_loopback_but_the_endpoint_is_closed(make_box: MakeBox) -> None:
+    """R14"""
+    scan = """
+import socket
+open_ports = []
+for port in range(1, 65536):
+    with socket.socket() as s:
+        # A socket may be given the very port that it dials, and then it meets itself.
+        if s.connect_ex(("127.0.0.1", port)) == 0 and s.getsockname() != s.getpeername():
+            open_ports.append(port)
+print(open_ports)
+"""
+    async with upstream() as address:
+        box = await make_box(network=one_endpoint(address))
+        assert (await box.run("python3", "-c", scan)).stdout == b"[4000]\n"
+
+
+async def test_neither_udp_nor_raw_nor_abstract_sockets_lead_out(make_box: MakeBox) -> None:
+    """R14"""
+    probe = """
+import socket
+def attempt(name, f):
+    try:
+        f()
+    except OSError as e:
+        print(name, "refused")
+    else:
+        print(name, "LED OUT")
+udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+attempt("udp", lambda: udp.sendto(b"x", ("1.1.1.1", 53)))
+attempt("dns", lambda: socket.getaddrinfo("example.com", 80))
+attempt("udp6", lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM).sendto(b"x", ("2606:4700:4700::1111", 53)))
+attempt("raw", lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))
+attempt("packet", lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW))
+attempt("abstract", lambda: socket.socket(socket.AF_UNIX).connect("\\0penstock-abstract"))
+attempt("vsock", lambda: socket.socket(socket.AF_VSOCK).connect((2, 1024)))
+"""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("\0penstock-abstract")
+        listener.listen()
+        async with upstream() as address:
+            box = await make_box(network=one_endpoint(address))
+            lines = (await box.run("python3", "-c", probe)).stdout.decode().splitlines()
+    assert [line for line in lines if "refused" not in line] == []
+    assert len(lines) == 7
+
+
+async def test_siblings_share_neither_ports_nor_names(make_box: MakeBox) -> None:
+    """R52, R4"""
+    async with upstream() as address:
+        first, second = [await make_box(network=one_endpoint(address)) for _ in range(2)]
+        await first.start("server", "python3", "-c", "import socket; s = socket.create_server(('', 5000)); s.accept()")
+        result = await second.run(shell=DIAL.format(host="127.0.0.1", port=5000))
+        assert result.exit.code == 9
+
+
+async def test_without_a_network_there_is_loopback_only(box: Box) -> None:
+    """R14"""
+    assert await box.out("grep -c : /proc/net/dev") == "1"
+    assert (await box.run(shell=DIAL.format(host="127.0.0.1", port=4000))).exit.code == 9
+
+
+async def test_an_upstream_that_the_operator_does_not_name_is_refused(service: Running) -> None:
+    """R54, R14"""
+    for address in ("169.254.169.254:80", "example.com:443", "127.0.0.2:7701", "unix:/run/docker.sock"):
+        request = ss.CreateSandboxRequest(request_id=address, spec=sb.SandboxSpec(network=one_endpoint(address)))
+        error = await failure(service.sandboxes.CreateSandbox(request))
+        assert isinstance(error, FailedPrecondition) and error.reason == "UPSTREAM_NOT_ALLOWED"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [one_endpoint("127.0.0.1:80", port=80), one_endpoint("127.0.0.1"), one_endpoint(""), one_endpoint("127.0.0.1:x")],
+    ids=["privileged", "portless", "empty", "wordy"],
+)
+async def test_a_malformed_policy_is_refused_by_field(service: Running, policy: sb.NetworkPolicy) -> None:
+    """R64"""
+    request = ss.CreateSandboxRequest(request_id=str(policy), spec=sb.SandboxSpec(network=policy))
+    error = await failure(service.sandboxes.CreateSandbox(request))
+    assert isinstance(error, InvalidArgument) and error.violations[0].field.startswith("spec.network")
+
+
+async def test_policies_that_the_backend_lacks_are_refused_before_anything_starts(
+    service: Running, capabilities: sb.Capabilities
+) -> None:
+    """R55: refused, never degraded."""
+    offered = {
+        sb.NETWORK_KIND_ALLOWLIST: sb.NetworkPolicy(allowlist=sb.Allowlist(hosts=["example.com"])),
+        sb.NETWORK_KIND_OPEN: sb.NetworkPolicy(open=sb.OpenNetwork()),
+    }
+    for kind, policy in offered.items():
+        if kind in capabilities.networks:
+            continue
+        request = ss.CreateSandboxRequest(request_id=f"kind-{kind}", spec=sb.SandboxSpec(network=policy))
+        error = await failure(service.sandboxes.CreateSandbox(request))
+        assert isinstance(error, FailedPrecondition) and error.reason == "CAPABILITY_MISSING"
+
+
+async def test_a_policy_is_narrowed_at_once_and_never_widened(make_box: MakeBox) -> None:
+    """R54: connections that the new policy forbids are cut."""
+    connected = asyncio.Event()
+
+    async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set()
+        await reader.read(-1)
+        writer.close()
+
+    async with upstream(hold) as address:
+        box = await make_box(network=one_endpoint(address))
+        await box.start("open", "bash", "-c", DIAL.format(host="127.0.0.1", port=4000) + "cat <&3; echo cut")
+        await connected.wait()
+        stub = box.service.sandboxes
+        same = ss.SetNetworkPolicyRequest(sandbox_id=box.id, network=one_endpoint(address))
+        await stub.SetNetworkPolicy(same, timeout=30)
+        wider = ss.SetNetworkPolicyRequest(sandbox_id=box.id, network=one_endpoint(address, port=4001))
+        assert (await failure(stub.SetNetworkPolicy(wider))).reason == "POLICY_WIDER"
+        none = ss.SetNetworkPolicyRequest(sandbox_id=box.id, network=sb.NetworkPolicy(none=sb.NoNetwork()))
+        await stub.SetNetworkPolicy(none, timeout=30)
+        stdout, _, _ = await box.finish("open")
+        assert stdout == b"cut\n"
+        assert (await box.run(shell=DIAL.format(host="127.0.0.1", port=4000))).exit.code == 9
+        again = ss.SetNetworkPolicyRequest(sandbox_id=box.id, network=one_endpoint(address))
+        assert (await failure(stub.SetNetworkPolicy(again))).reason == "POLICY_WIDER"
+
+
+def _own_address() -> str:
+    """An address of this host that is not loopback, or one that is nobody's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return "192.0.2.1"
+        return str(probe.getsockname()[0])

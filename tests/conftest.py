@@ -1,0 +1,16 @@
+"""What several suites share: one real stack a session, for tests that only add rollouts to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from tests.support.stack import Running, running
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    """Four service processes with tokens on, and a client with the operator's. Tests use it from the session's loop."""
+    async with running(tmp_path_factory.mktemp("stack")) as started:
+        yield started

@@ -1,0 +1,118 @@
+"""The real agents, in a real sandbox, in all three modes, against real services."""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+import numpy as np
+import pytest
+from tests.support.copying import assert_only_the_endpoint_was_reachable, copy_task, finish, training
+from tests.support.endpoint import gate_rollout
+from tests.support.policy import CODEC
+from tests.support.stack import Running
+
+from penstock.client import AgentChoice, Inference, Mode, Upstream
+
+AGENTS = ("shell", "opencode", "pi")
+
+
+def choice(agent: str) -> AgentChoice:
+    """OpenCode asks before it runs a command unless it is told not to."""
+    return AgentChoice(name=agent, skip_permissions=agent == "opencode")
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_an_agent_at_the_gate_does_the_task_and_its_trajectory_is_token_exact(stack: Running, agent: str) -> None:
+    """R18, R59, R82, R84, R85, R87: what was delivered is what the next prompt starts with and what the samples hold."""
+    label = secrets.token_hex(8)
+    async with training(stack, label) as trainer:
+        handle = await stack.ps.rollouts.create(copy_task(stack), choice(agent), labels={"test": label})
+        finished = await finish(handle)
+    assert finished.reward == 1.0, finished.agent_said()
+    assert finished.result.failure is None
+    assert_only_the_endpoint_was_reachable(finished)
+
+    trajectory = await handle.trajectory(bodies=True)
+    main = [call for call in trajectory.calls if call.call_class == "main"]
+    titles = [call for call in trajectory.calls if call.call_class == "title"]
+    assert len(main) == 2
+    assert len(titles) == (1 if agent == "opencode" else 0)
+    assert len(main) + len(titles) == len(trajectory.calls)
+    assert trajectory.grade == "exact", trajectory.findings
+    assert trajectory.capture_level == "tokens_and_logprobs"
+
+    first, second = main
+    answers = trainer.answers
+    for call in trajectory.calls:
+        given = answers[call.call_id]
+        assert call.completion is not None
+        np.testing.assert_array_equal(call.completion.token_ids, given.token_ids)
+        np.testing.assert_array_equal(call.completion.logprobs, given.logprobs)
+        assert [span.policy_version for span in call.completion.versions] == [3]
+    start = np.concatenate((trajectory.prompt_of(first.call_id), answers[first.call_id].token_ids))
+    np.testing.assert_array_equal(trajectory.prompt_of(second.call_id)[: len(start)], start)
+    assert "copied" in CODEC.decode(trajectory.prompt_of(second.call_id)[len(start) :])
+
+    [sample] = [sample for sample in trajectory.samples if sample.branch_class == "main"]
+    whole = np.concatenate((trajectory.prompt_of(second.call_id), answers[second.call_id].token_ids))
+    np.testing.assert_array_equal(sample.input_ids, whole)
+    expected = np.zeros(len(whole), bool)
+    for span in sample.turns:
+        expected[span.start : span.end] = True
+        np.testing.assert_array_equal(sample.input_ids[span.start : span.end], answers[span.call_id].token_ids)
+        np.testing.assert_array_equal(sample.logprobs[span.start : span.end], answers[span.call_id].logprobs)
+    np.testing.assert_array_equal(sample.loss_mask, expected)
+    assert [span.call_id for span in sample.turns] == [first.call_id, second.call_id]
+    for call in trainer.calls:
+        np.testing.assert_array_equal(call.prompt_token_ids, trajectory.prompt_of(call.call_id))
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_an_agent_behind_the_transparent_proxy_is_captured_without_a_trainer(stack: Running, agent: str) -> None:
+    """R18, R82: the inference service answers at once; every call has the tokens and logprobs of its engine."""
+    handle = await stack.ps.rollouts.create(
+        copy_task(stack), choice(agent), mode=Mode.TRANSPARENT_PROXY, source=Inference()
+    )
+    finished = await finish(handle)
+    assert finished.reward == 1.0, finished.agent_said()
+    assert_only_the_endpoint_was_reachable(finished)
+    trajectory = await handle.trajectory()
+    main = [call for call in trajectory.calls if call.call_class == "main"]
+    assert len(main) == 2
+    for call in trajectory.calls:
+        assert call.state == "delivered"
+        assert call.answerer == "source"
+        assert call.completion is not None
+        assert call.completion.engine == "scripted"
+        assert call.completion.logprobs is not None
+        assert len(call.completion.logprobs) == len(call.completion.token_ids)
+    start = np.concatenate((trajectory.prompt_of(main[0].call_id), main[0].completion.token_ids))
+    np.testing.assert_array_equal(trajectory.prompt_of(main[1].call_id)[: len(start)], start)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_an_agent_in_a_black_box_is_answered_by_a_callers_endpoint_alone(stack: Running, agent: str) -> None:
+    """R11, R18: the request arrives at the endpoint's own base URL with its own key, and only the outcome is captured.
+
+    The endpoint is a real OpenAI-compatible server: the ingress of a second, transparent rollout.
+    """
+    async with gate_rollout(stack) as endpoint:
+        handle = await stack.ps.rollouts.create(
+            copy_task(stack),
+            choice(agent),
+            mode=Mode.BLACK_BOX,
+            source=Upstream(base_url=endpoint.base_url, api_key=endpoint.api_key, model="m"),
+        )
+        finished = await finish(handle)
+        assert finished.reward == 1.0, finished.agent_said()
+        assert_only_the_endpoint_was_reachable(finished)
+        seen = await endpoint.capture()
+    assert [call.call_class for call in seen.calls].count("main") == 2
+    assert all(json.loads(call.request_body)["messages"] for call in seen.calls)
+    trajectory = await handle.trajectory()
+    assert trajectory.capture_level == "none"
+    assert not trajectory.samples
+    assert all(call.completion is None for call in trajectory.calls)
+    assert len(trajectory.calls) == len(seen.calls)
+    assert endpoint.api_key not in str(finished.events)

@@ -1,0 +1,142 @@
+"""A kill -9 at any moment leaves no process, mount, control group or directory once the service is back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import tempfile
+from pathlib import Path
+
+import grpc
+import pytest
+from tests.conformance.sandbox.conftest import Box, failure
+from tests.conformance.sandbox.services import Running, start_on
+
+from penstock.sandbox.v1 import process_service_pb2 as ps
+from penstock.sandbox.v1 import sandbox_pb2 as sb
+from penstock.sandbox.v1 import sandbox_service_pb2 as ss
+from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.backends.local.cgroups import group_name
+
+pytestmark = pytest.mark.asyncio
+
+
+async def _create(service: Running) -> Box:
+    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec())
+    return Box(service, (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox)
+
+
+def _processes_with(marker: str) -> list[int]:
+    """Processes of the host whose arguments hold `marker`."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and marker.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def _mounts_with(marker: str) -> list[str]:
+    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if marker in line]
+
+
+def _groups_of(state_dir: Path) -> list[str]:
+    """Control groups of the service on `state_dir`, wherever they are."""
+    name = group_name(state_dir / "state" / "local")
+    return [f"{root}/{name}" for root, folders, _ in os.walk("/sys/fs/cgroup") if name in folders]
+
+
+def _sandboxes_of(state_dir: Path) -> list[Path]:
+    return list((state_dir / "state/local/sandboxes").iterdir())
+
+
+async def _until_gone(marker: str) -> None:
+    """The kernel ends the dependants of a killed process by itself; it takes a moment."""
+    for _ in range(500):
+        if not _processes_with(marker):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"still running: {_processes_with(marker)}")
+
+
+async def test_killed_in_the_middle_of_a_burst_it_leaves_nothing() -> None:
+    """R50"""
+    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
+        state_dir = Path(folder)
+        marker = secrets.token_hex(8)
+        async with start_on(state_dir, "local") as service:
+            box = await _create(service)
+            await box.start(
+                "p", "bash", "-c", f"exec -a {marker} sleep 4900 & setsid bash -c 'exec -a {marker} sleep 4901'"
+            )
+            burst = [asyncio.ensure_future(_create(service)) for _ in range(20)]
+            await burst[0]
+            service.process.send_signal(signal.SIGKILL)
+            await asyncio.gather(*burst, return_exceptions=True)
+            lost = await asyncio.gather(box.run("true"), return_exceptions=True)
+            assert isinstance(lost[0], grpc.aio.AioRpcError)
+        await _until_gone(marker)
+        await _until_gone(str(state_dir))
+        assert _mounts_with(folder) == []
+        async with start_on(state_dir, "local") as service:
+            # What it was making and what it had made are told as lost, with the reason.
+            listed = (await service.sandboxes.ListSandboxes(ss.ListSandboxesRequest(), timeout=30)).sandboxes
+            assert box.id in [one.sandbox_id for one in listed]
+            assert {(one.state, one.lost_reason) for one in listed} == {(sb.SANDBOX_STATE_LOST, "SERVICE_RESTARTED")}
+            call = service.processes.Run(ps.RunRequest(sandbox_id=box.id, command=ps.Command(shell="true")))
+            error = await failure(call)
+            assert isinstance(error, FailedPrecondition) and error.reason == "SANDBOX_LOST"
+            # Nothing of them is on disk any more, and new ones work.
+            assert _sandboxes_of(state_dir) == []
+            assert (await (await _create(service)).run("true")).exit.code == 0
+        assert _groups_of(state_dir) == []
+
+
+async def test_a_stopped_service_leaves_nothing() -> None:
+    """R70"""
+    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
+        async with start_on(Path(folder), "local") as service:
+            for _ in range(3):
+                await (await _create(service)).start("p", "sleep", "4902")
+        assert _processes_with(folder) == [] and _mounts_with(folder) == []
+        assert _sandboxes_of(Path(folder)) == [] and _groups_of(Path(folder)) == []
+        assert service.process.returncode == 0
+
+
+async def test_when_the_spawner_dies_its_sandboxes_are_lost_and_new_ones_are_made() -> None:
+    """R43"""
+    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
+        async with start_on(Path(folder), "local") as service:
+            box = await _create(service)
+            await box.start("p", "sleep", "4903")
+            finishing = asyncio.ensure_future(box.finish("p"))
+            (spawner,) = [
+                pid
+                for pid in _children_of(service.process.pid)
+                if b"penstock_sandbox.spawner.main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ]
+            os.kill(spawner, signal.SIGKILL)
+            assert (await finishing)[2].reason == ps.EXIT_REASON_SANDBOX_LOST
+            assert (await failure(box.run("true"))).reason == "SANDBOX_LOST"
+            assert (await (await _create(service)).run("true")).exit.code == 0
+
+
+async def test_a_second_service_on_the_same_state_is_refused() -> None:
+    """R52: it would remove the first one's sandboxes as leftovers."""
+    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
+        async with start_on(Path(folder), "local") as service:
+            box = await _create(service)
+            with pytest.raises(AssertionError, match="did not start"):
+                async with start_on(Path(folder), "local"):
+                    pass
+            assert (await box.run("true")).exit.code == 0
+
+
+def _children_of(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]

@@ -1,0 +1,220 @@
+"""The command line as a person uses it: processes, exit codes, what is printed."""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
+from pathlib import Path
+
+import orjson
+import pytest
+
+from penstock.client.endpoints import write_connection
+from penstock.client.stack import LocalStack
+
+TASK_FILE = """
+task_id: copy-note
+instruction: Copy note.txt to out.txt
+files: [{path: note.txt, content: "the word"}]
+verifier: {commands: ['grep -q "the word" out.txt', "true"]}
+"""
+
+
+async def start(*argv: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> Process:
+    """A `penstock` process."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "penstock.cli.main",
+        *argv,
+        stdout=PIPE,
+        stderr=PIPE,
+        env={**os.environ, "COLUMNS": "200", **(environment or {})},
+        cwd=cwd,
+    )
+
+
+async def penstock(
+    *argv: str, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command."""
+    process = await start(*argv, environment=environment, cwd=cwd)
+    out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+@pytest.fixture
+def connection(stack: LocalStack, tmp_path: Path) -> dict[str, str]:
+    """An environment in which the command line finds the stack of the tests."""
+    file = tmp_path / "connection.json"
+    write_connection(file, stack.endpoints, pid=os.getpid())
+    return {"PENSTOCK_CONNECTION": str(file)}
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    """A task."""
+    file = tmp_path / "task.yaml"
+    file.write_text(TASK_FILE)
+    return file
+
+
+async def test_a_rollout_is_shown_live_and_its_trajectory_is_saved(
+    connection: dict[str, str], task_file: Path, tmp_path: Path
+) -> None:
+    """In gate mode the command line is the trainer and lets the inference service answer."""
+    code, out, err = await penstock(
+        "rollout", "--agent", "shell", "--task", str(task_file), environment=connection, cwd=tmp_path
+    )
+    assert code == 0, (out, err)
+    for said in ("== running", "calls: bash", "completed", "reward 1", "2 calls", "saved in runs/rollouts/shell-copy"):
+        assert said in out, out
+    (folder,) = (tmp_path / "runs" / "rollouts").iterdir()
+    turns = [orjson.loads(line) for line in (folder / "turns.jsonl").read_bytes().splitlines()]
+    assert [turn["state"] for turn in turns] == ["delivered", "delivered"]
+    assert turns[0]["request_body"]
+
+
+async def test_several_rollouts_give_lines_of_json(connection: dict[str, str], task_file: Path, tmp_path: Path) -> None:
+    """A program can read what a person sees."""
+    code, out, err = await penstock(
+        "rollout", "--agent", "shell", "--task", str(task_file), "-n", "2", "--json", "--mode", "transparent_proxy",
+        environment=connection, cwd=tmp_path,
+    )  # fmt: skip
+    assert code == 0, err
+    lines = [orjson.loads(line) for line in out.splitlines()]
+    results = [line for line in lines if "completed" in line]
+    assert [result["reward"] for result in results] == [1.0, 1.0]
+    assert {line["event"] for line in lines if "event" in line} >= {"PhaseChanged", "AgentEvent", "Ended"}
+
+
+async def test_a_rollout_that_fails_is_exit_code_1_and_a_refused_one_is_4(
+    connection: dict[str, str], tmp_path: Path
+) -> None:
+    """Errors are one line that says what to do, without a traceback."""
+    failing = tmp_path / "failing.yaml"
+    failing.write_text("instruction: x\nsetup: [exit 9]\n")
+    code, out, _ = await penstock(
+        "rollout", "--agent", "shell", "--task", str(failing), environment=connection, cwd=tmp_path
+    )
+    assert code == 1 and "failed: " in out and "exit 9" in out
+    code, _, err = await penstock(
+        "rollout", "--agent", "nobody", "--task", str(failing), environment=connection, cwd=tmp_path
+    )
+    assert code == 4 and "shell" in err and "Traceback" not in err
+    failing.write_text("instruction: x\nsteup: []\n")
+    code, _, err = await penstock("rollout", "--agent", "shell", "--task", str(failing), environment=connection)
+    assert code == 4 and "steup: no such key" in err
+
+
+async def test_services_that_are_not_there_are_exit_code_3_and_the_error_says_how_to_start_them() -> None:
+    """R27: a service that is not reachable is a clear error."""
+    code, _, err = await penstock("agents", environment={"PENSTOCK_DRIVER_ADDRESS": "127.0.0.1:1"})
+    assert code == 3 and "penstock up" in err and "Traceback" not in err
+
+
+async def test_a_key_is_taken_from_the_environment_and_never_from_the_command_line(task_file: Path) -> None:
+    """R1: no secret in an argv."""
+    code, _, err = await penstock(
+        "rollout", "--agent", "shell", "--task", str(task_file), "--upstream", "http://127.0.0.1:1/v1",
+        "--api-key-env", "NOT_SET",
+    )  # fmt: skip
+    assert code == 2 and "NOT_SET" in err
+
+
+async def test_an_interrupted_rollout_is_cancelled_and_exits_130(connection: dict[str, str], tmp_path: Path) -> None:
+    """R70: an interrupt leaves nothing running."""
+    slow = tmp_path / "slow.yaml"
+    slow.write_text("instruction: x\nsetup: [sleep 600]\n")
+    process = await start(
+        "rollout", "--agent", "shell", "--task", str(slow), "--json", environment=connection, cwd=tmp_path
+    )
+    assert process.stdout is not None
+    async for line in process.stdout:
+        if orjson.loads(line).get("data", {}).get("phase") in ("preparing", "setting_up"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert process.returncode == 130, err
+    assert b"cancelling" in err and b"Traceback" not in err
+    code, out, _ = await penstock("rollout", "--help", environment=connection)
+    assert code == 0 and "--skip-permissions" in out
+
+
+async def test_up_keeps_services_running_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    """One command runs everything; clients find it by its connection file; nothing is left afterwards."""
+    state = tmp_path / "state"
+    process = await start("up", "--free-ports", "--state-dir", str(state))
+    assert process.stdout is not None and process.stderr is not None
+    async for line in process.stdout:
+        if line.startswith(b"ingress"):
+            break
+    connection = state / "connection.json"
+    assert connection.stat().st_mode & 0o777 == 0o600
+    content = orjson.loads(connection.read_bytes())
+    code, out, err = await penstock("agents", "list", environment={"PENSTOCK_CONNECTION": str(connection)})
+    assert code == 0 and "opencode" in out, err
+    assert content["token"] not in out + err
+    process.send_signal(signal.SIGTERM)
+    _, err_bytes = await process.communicate()
+    assert process.returncode == 0, err_bytes
+    assert not connection.exists()
+
+
+async def test_agents_are_listed_shown_checked_and_registered(connection: dict[str, str], tmp_path: Path) -> None:
+    """R66: the list is the registry's; adding an agent is adding one YAML file."""
+    code, out, err = await penstock("agents", "show", "shell", environment=connection)
+    assert code == 0 and "argv:" in out, err
+    code, out, err = await penstock("agents", "check", "shell", environment=connection)
+    assert code == 0 and "ok" in out, (out, err)
+    spec = tmp_path / "mine.yaml"
+    spec.write_text(
+        "name: mine\nversion: '1'\nargv: [sh, -c, 'cat > /dev/null']\ncheck_argv: ['true']\n"
+        "instruction: {method: stdin}\nenv: {URL: '{{base_url}}', KEY: '{{api_key}}'}\ndialects: [chat_completions]\nevents: {source: none}\ndefault_timeout_s: 30\n"
+    )
+    code, out, err = await penstock("agents", "register", str(spec), environment=connection)
+    assert code == 0 and "registered mine 1" in out, (out, err)
+    spec.write_text("name: mine\nargs: []\n")
+    code, _, err = await penstock("agents", "register", str(spec), environment=connection)
+    assert code == 4 and "args: no such key" in err
+
+
+async def test_export_writes_a_file(connection: dict[str, str], task_file: Path, tmp_path: Path) -> None:
+    """Trajectories leave as rows."""
+    await penstock(
+        "rollout", "--agent", "shell", "--task", str(task_file), "--run-id", "cli-export", environment=connection,
+        cwd=tmp_path,
+    )  # fmt: skip
+    file = tmp_path / "rows.jsonl"
+    code, out, err = await penstock("export", str(file), "--run-id", "cli-export", environment=connection)
+    assert code == 0 and "1 rows" in out, (out, err)
+    assert orjson.loads(file.read_bytes())["reward"] == 1.0
+
+
+async def test_doctor_says_what_this_machine_can_do() -> None:
+    """Each finding is OK or missing, with what to install; exit code 1 only when the local backend cannot work."""
+    code, out, err = await penstock("doctor", "--json")
+    report = orjson.loads(out)
+    assert code == (0 if report["local_backend"] else 1), err
+    names = {finding["name"] for finding in report["findings"]}
+    assert names >= {"Python", "user namespaces", "bubblewrap", "overlay", "cgroups", "docker", "node", "GPU", "disk"}
+    assert all(finding["advice"] for finding in report["findings"] if not finding["ok"])
+    code, out, _ = await penstock("doctor")
+    assert "Python" in out
+
+
+async def test_serve_runs_one_service_and_passes_its_arguments_on() -> None:
+    """`penstock serve sandbox --help` is the service's own help."""
+    code, out, err = await penstock("serve", "sandbox", "--help")
+    assert code == 0 and "--max-sandboxes" in out, err
+    code, _, err = await penstock("serve", "kitchen")
+    assert code == 2 and "sandbox, driver, interception, inference" in err
+
+
+async def test_version_names_what_is_installed() -> None:
+    """One line for each distribution."""
+    code, out, _ = await penstock("version")
+    assert code == 0 and "penstock-protos 0" in out

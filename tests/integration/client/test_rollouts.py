@@ -1,0 +1,219 @@
+"""A trainer's day, through all four services: rollouts of the reference agent in real sandboxes."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from tests.integration.client.conftest import TASK
+
+from penstock.client import (
+    AlreadyDelivered,
+    AlreadyExists,
+    Command,
+    CommandFinished,
+    Completion,
+    Ended,
+    FailureCause,
+    InvalidArgument,
+    InvalidCompletion,
+    NotFound,
+    Penstock,
+    Phase,
+    PhaseChanged,
+    ResultRejected,
+    RolloutHandle,
+    Task,
+)
+from penstock.client.export import write
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def answer_all(ps: Penstock, handle: RolloutHandle, delivered: dict[str, Completion]) -> None:
+    """A trainer whose engine is the inference service."""
+    async for call in handle.calls(policy_version=0):
+        assert len(call.prompt_token_ids) == call.prompt_count
+        completion = await ps.inference.generate(call.prompt_token_ids, call.sampling, session_id=call.rollout_id)
+        await call.deliver(completion)
+        delivered[call.call_id] = completion
+
+
+async def test_a_trainer_answers_an_agents_calls_and_gets_its_tokens_back_as_a_trajectory(ps: Penstock) -> None:
+    """R82, R84: samples hold the delivered ids and logprobs, masked 1 exactly where they were sampled."""
+    delivered: dict[str, Completion] = {}
+    handle = await ps.rollouts.create(TASK, "shell", labels={"suite": "client"})
+    await answer_all(ps, handle, delivered)
+    result = await handle.result()
+    assert result.failure is None and result.reward is not None and result.reward.value == 0.75
+
+    trajectory = await handle.trajectory()
+    assert [call.state for call in trajectory.calls] == ["delivered", "delivered"]
+    assert (trajectory.task_id, trajectory.agent, trajectory.task_metadata) == ("copy-note", "shell", {"level": 1})
+    for call in trajectory.calls:
+        sent = delivered[call.call_id]
+        assert call.completion is not None and call.completion.token_ids is not None
+        assert sent.token_ids is not None and sent.logprobs is not None and call.completion.logprobs is not None
+        assert call.completion.token_ids.tolist() == sent.token_ids.tolist()
+        assert call.completion.logprobs.tolist() == sent.logprobs.tolist()
+        assert len(trajectory.prompt_of(call.call_id)) == call.prompt_count
+    (sample,) = trajectory.samples
+    sampled = np.concatenate([c.token_ids for c in delivered.values() if c.token_ids is not None])
+    assert sample.input_ids[sample.loss_mask].tolist() == sampled.tolist()
+    second = trajectory.calls[1]
+    assert sample.input_ids[: second.prompt_count].tolist() == trajectory.prompt_of(second.call_id).tolist()
+
+
+async def test_events_tell_the_story_in_order_and_can_be_read_again_from_anywhere(ps: Penstock) -> None:
+    """R57, R71: phases, commands with their real exit, and the end, resumable by sequence."""
+    handle = await ps.rollouts.create(TASK, "shell", mode="transparent_proxy")
+    events = [event async for event in handle.events()]
+    assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+    phases = [event.payload.phase for event in events if isinstance(event.payload, PhaseChanged)]
+    assert phases[-1] is Phase.ENDED and Phase.RUNNING in phases and Phase.VERIFYING in phases
+    commands = [event.payload for event in events if isinstance(event.payload, CommandFinished)]
+    assert [command.exit.ok for command in commands] == [True, True]
+    assert isinstance(events[-1].payload, Ended)
+    again = [event async for event in handle.events(after=events[3].sequence)]
+    assert again == events[4:]
+
+
+async def test_a_group_runs_its_rollouts_and_gives_every_result_with_samples(ps: Penstock) -> None:
+    """A group of n rollouts shares one prepared state; results come with what a trainer eats."""
+    group = await ps.groups.create(TASK, "shell", 3, run_id="group-test")
+
+    async def answer() -> None:
+        async for call in group.calls():
+            await call.delegate()
+
+    answering = asyncio.create_task(answer())
+    results = await group.results()
+    await answering
+    assert [result.rollout.index for result in results] == [0, 1, 2]
+    assert {result.reward.value for result in results if result.reward is not None} == {0.75}
+    assert all(result.trajectory is not None and result.trajectory.samples for result in results)
+    assert group.info.complete and sorted(group.info.result_rollout_ids) == sorted(group.rollout_ids)
+
+
+async def test_one_session_serves_a_whole_run_and_each_answer_is_judged_by_itself(ps: Penstock) -> None:
+    """R29: a broken completion is refused by type and the call may be answered again; a second answer is refused."""
+    async with ps.intercept(run_id="one-session", policy_version=0, messages=True) as session:
+        handles = [await ps.rollouts.create(TASK, "shell", run_id="one-session") for _ in range(2)]
+        answered = 0
+        async for call in session.calls():
+            assert call.messages[-1].role in ("user", "tool") and call.tools[0].name == "bash"
+            with pytest.raises(InvalidCompletion):
+                await call.deliver(Completion.of_tokens([1 << 30], [-1.0]))
+            good = await ps.inference.generate(call.prompt_token_ids, call.sampling, session_id=call.rollout_id)
+            await call.deliver(good)
+            with pytest.raises(ResultRejected):
+                await call.deliver(good)
+            answered += 1
+            if answered == 4:
+                break
+    for handle in handles:
+        assert (await handle.result()).failure is None
+
+
+async def test_pausing_holds_calls_until_resume(ps: Penstock) -> None:
+    """Decision 8: the agent never sees a weight sync."""
+    async with ps.intercept(run_id="paused") as session:
+        assert await session.pause("weight sync") == 0
+        handle = await ps.rollouts.create(TASK, "shell", run_id="paused")
+        async for event in handle.events():
+            if isinstance(event.payload, PhaseChanged) and event.payload.phase is Phase.RUNNING:
+                break
+        assert session._inbox.empty()
+        await session.resume()
+
+        async def answer() -> None:
+            async for call in session.calls():
+                await call.delegate()
+
+        answering = asyncio.create_task(answer())
+        assert (await handle.result()).failure is None
+        session.finish()
+        await answering
+
+
+async def test_a_cancelled_rollout_ends_its_calls_and_says_so(ps: Penstock) -> None:
+    """R24, R70: cancelling ends what waits, by type."""
+    handle = await ps.rollouts.create(TASK, "shell")
+    async for call in handle.calls():
+        await handle.cancel("enough")
+        await call.wait_ended()
+        with pytest.raises(ResultRejected):
+            await call.deliver(Completion.of_text("late"))
+    result = await handle.result()
+    assert result.failure is not None and result.failure.cause is FailureCause.CANCELLED
+
+
+async def test_the_same_call_is_not_answered_twice_at_once(ps: Penstock) -> None:
+    """R29: a second answer is an error."""
+    handle = await ps.rollouts.create(TASK, "shell")
+    async for call in handle.calls():
+        good = await ps.inference.generate(call.prompt_token_ids, session_id=call.rollout_id)
+        first = asyncio.create_task(call.deliver(good))
+        await asyncio.sleep(0)
+        with pytest.raises(AlreadyDelivered):
+            await call.deliver(good)
+        await first
+    assert (await handle.result()).failure is None
+
+
+async def test_bad_input_is_refused_by_type_before_anything_starts(ps: Penstock) -> None:
+    """Errors name the field and the reason."""
+    with pytest.raises(NotFound, match="shell"):
+        await ps.rollouts.create(TASK, "no-such-agent")
+    with pytest.raises(InvalidArgument) as caught:
+        await ps.rollouts.create(TASK, "shell", options={"no_such_option": 1})
+    assert caught.value.violations
+    handle = await ps.rollouts.create(TASK, "shell", rollout_id="mine-1", mode="transparent_proxy")
+    with pytest.raises(AlreadyExists):
+        await ps.rollouts.create(TASK, "shell", rollout_id="mine-1", mode="transparent_proxy")
+    await handle.result()
+
+
+async def test_a_failed_setup_is_a_failure_of_the_task(ps: Penstock) -> None:
+    """R58: no agent, no verifier, no reward; R74: not graded is not zero."""
+    task = Task(task_id="broken", instruction="x", setup=[Command(shell="echo no >&2; exit 3")])
+    result = await (await ps.rollouts.create(task, "shell", mode="transparent_proxy")).result()
+    assert result.failure is not None and result.failure.cause is FailureCause.TASK
+    assert result.reward is None
+
+
+@pytest.mark.parametrize("table", ["turns", "sequences"])
+async def test_an_export_has_a_row_for_each_turn_or_sample(ps: Penstock, tmp_path: Path, table: str) -> None:
+    """Export: lossless turns, and sequences with equal lengths."""
+    handle = await ps.rollouts.create(TASK, "shell", mode="transparent_proxy", run_id=f"export-{table}")
+    await handle.result()
+    file = tmp_path / "out" / f"{table}.jsonl"
+    count = await write(ps.rollouts.export(run_id=f"export-{table}"), file, table=table)
+    rows: Sequence[dict[str, Any]] = [orjson.loads(line) for line in file.read_bytes().splitlines()]
+    assert len(rows) == count == (2 if table == "turns" else 1)
+    for row in rows:
+        if table == "sequences":
+            assert len(row["input_ids"]) == len(row["loss_mask"]) == len(row["logprobs"])
+            assert row["reward"] == 0.75
+        else:
+            assert len(row["completion_token_ids"]) == len(row["completion_logprobs"])
+            assert row["policy_spans"][-1]["end"] == len(row["completion_token_ids"])
+
+
+async def test_sandboxes_and_agents_are_there_by_themselves(ps: Penstock) -> None:
+    """The same services without a rollout; R44: files are bytes and every outcome is checked."""
+    names = [agent.name async for agent in ps.agents.list()]
+    assert {"opencode", "pi", "shell"} <= set(names)
+    content = bytes(range(256)) * 3000
+    async with await ps.sandboxes.create(env={"GREETING": "a 'b' $c"}) as sandbox:
+        await sandbox.write_file("deep/er/file.bin", content, mode=0o640)
+        assert await sandbox.read_file("deep/er/file.bin") == content
+        said = await sandbox.run(["sh", "-c", 'printf %s "$GREETING"; cat >&2; exit 7'], stdin=b"in")
+        assert (said.stdout, said.stderr, said.exit.code) == (b"a 'b' $c", b"in", 7)
+        entries = [entry async for entry in sandbox.files("deep/er")]
+        assert [(entry.name, entry.size_bytes) for entry in entries] == [("file.bin", len(content))]
+        with pytest.raises(NotFound):
+            await sandbox.read_file("absent")

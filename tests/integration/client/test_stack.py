@@ -1,0 +1,120 @@
+"""The services as processes: secrets, deaths, ends."""
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.client import ConfigurationError, Endpoints, Penstock, connect
+from penstock.client.stack import LocalStack, StackFailed, UpstreamEndpoint
+
+SECRET = "sk-test '$(leak)"
+
+
+def children(pid: int) -> list[int]:
+    """Direct children of a process."""
+    return [int(item) for item in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def test_no_secret_is_in_any_argv_or_environment_and_none_stays_on_disk(tmp_path: Path) -> None:
+    """R1, R2: tokens and keys are in files that only this user can read, and those are gone afterwards."""
+    stack = LocalStack(
+        state_dir=tmp_path / "state", upstreams={"up": UpstreamEndpoint("http://127.0.0.1:9/v1", SECRET)}
+    )
+    async with stack:
+        private = stack._private
+        assert private is not None
+        files = list(private.iterdir())
+        assert {file.name for file in files} == {"interception.toml", "sandbox.toml", "driver.toml"}
+        assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+        assert stat.S_IMODE(private.stat().st_mode) == 0o700
+        secrets = (SECRET, stack.operator_token, stack.trainer_token)
+        pids = [item.process.pid for item in stack._processes]
+        for pid in [*pids, *(child for parent in pids for child in children(parent))]:
+            shown = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
+            assert not any(secret.encode() in shown for secret in secrets)
+        async with connect(stack.endpoints) as ps:
+            await the_whole_is_there(ps)
+            with pytest.raises(ConfigurationError, match="model-dir"):
+                await ps.inference.info()
+    assert not private.exists()
+    assert not any(map(alive, pids))
+    for log in (tmp_path / "state" / "logs").iterdir():
+        text = log.read_text()
+        assert not any(secret in text for secret in secrets), log
+
+
+async def the_whole_is_there(ps: Penstock) -> None:
+    assert [agent.name async for agent in ps.agents.list()]
+
+
+async def test_a_service_that_dies_ends_the_block_with_its_name_and_the_end_of_its_log(tmp_path: Path) -> None:
+    """A stack is whole or over, and says why."""
+    with pytest.raises(StackFailed, match=r"sandbox service was killed by SIGKILL(.|\n)*Its log"):
+        async with LocalStack(state_dir=tmp_path / "state") as stack:
+            (sandbox,) = [item for item in stack._processes if item.name == "sandbox"]
+            os.kill(sandbox.process.pid, signal.SIGKILL)
+            await stack.wait()
+    task = asyncio.current_task()
+    assert task is not None and task.cancelling() == 0
+
+
+async def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """The reason is in the error, not only in a file."""
+    with pytest.raises(StackFailed, match=r"model_dir|config|tokenizer"):
+        async with LocalStack(state_dir=tmp_path / "state", model_dir=tmp_path / "absent"):
+            raise AssertionError("started without a model")
+
+
+async def test_one_stack_at_a_time_uses_a_state_directory(tmp_path: Path) -> None:
+    """Two would take each other's sandboxes for leftovers."""
+    async with LocalStack(state_dir=tmp_path):
+        with pytest.raises(ConfigurationError, match="Other services use"):
+            async with LocalStack(state_dir=tmp_path):
+                raise AssertionError("two stacks on one state")
+
+
+async def test_when_its_owner_is_killed_every_service_ends(tmp_path: Path) -> None:
+    """R50: nothing outlives a kill -9 of whoever started it."""
+    code = (
+        "import asyncio, sys\nfrom pathlib import Path\nfrom penstock.client.stack import LocalStack\n"
+        "async def main():\n"
+        "    async with LocalStack(state_dir=Path(sys.argv[1])) as stack:\n"
+        "        print(*[item.process.pid for item in stack._processes], flush=True)\n"
+        "        await stack.wait()\n"
+        "asyncio.run(main())\n"
+    )
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(tmp_path / "state"), stdout=subprocess.PIPE
+    )
+    assert owner.stdout is not None
+    pids = [int(item) for item in (await owner.stdout.readline()).split()]
+    assert len(pids) == 3
+    descriptors = [os.pidfd_open(pid) for pid in pids]
+    owner.kill()
+    await owner.wait()
+    loop = asyncio.get_running_loop()
+    for descriptor in descriptors:
+        ended = asyncio.Event()
+        loop.add_reader(descriptor, ended.set)
+        await ended.wait()
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def test_endpoints_of_a_stack_without_a_model_have_no_inference() -> None:
+    """An address that nobody was given is not called."""
+    assert Endpoints(inference="", token="t").inference == ""

@@ -1,0 +1,1 @@
+"""What several suites start and wait for: a real stack, a policy that answers calls, deadlines instead of sleeps."""

@@ -1,0 +1,84 @@
+"""A real stack of four processes on free ports with tokens on, as `penstock up` starts it, with a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tests.support import toolboxes
+from tests.support.policy import FILES, TITLE_SYSTEM_PROMPT, bash
+
+from penstock.client import Penstock, connect
+from penstock.client.stack import LocalStack
+
+
+@dataclass(frozen=True)
+class Running:
+    """A stack with its client."""
+
+    stack: LocalStack
+    ps: Penstock
+    state_dir: Path
+
+    @property
+    def logs(self) -> str:
+        """All that the services have logged so far."""
+        return "".join(path.read_text(errors="replace") for path in sorted(self.stack.log_dir.glob("*.log")))
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Every port of the stack on the host's loopback, by who listens."""
+        addresses = {name: self.stack.address(name) for name in self.stack.services}
+        addresses["ingress"] = self.stack.ingress_address
+        return {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
+
+
+SCRIPT: dict[str, Any] = {
+    # Which entries a session comes to depends on what its rollouts ask: leftovers are no error here.
+    "strict": False,
+    "turns": [
+        {"when": {"prompt_contains": TITLE_SYSTEM_PROMPT}, "repeat": True, "reply": "A title"},
+        {
+            "when": {"has_tool_result": False},
+            "repeat": True,
+            "reply": bash("bash work.sh", description="Does the work"),
+        },
+        {"repeat": True, "reply": "The word is copied."},
+    ],
+}
+"""The scripted engine's: every agent runs `work.sh`, which the task brings, and says so."""
+
+
+def disjoint_uids() -> int:
+    """A first host user for a sandbox service of this process: several services on one machine share none."""
+    return 300_000 + 4096 * (os.getpid() % 512)
+
+
+@asynccontextmanager
+async def running(folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None) -> AsyncIterator[Running]:
+    """A stack whose state is under `folder`."""
+    folder.chmod(0o755)
+    model = folder / "model"
+    FILES.write(model)
+    script = folder / "script.yaml"
+    script.write_text(yaml.safe_dump(SCRIPT, sort_keys=False))
+    state = folder / "state"
+    await asyncio.to_thread(toolboxes.bring, state / "sandbox")
+    stack = LocalStack(
+        model_dir=model,
+        engine="scripted",
+        engine_options={"script": str(script)},
+        state_dir=state,
+        settings={"sandbox": {"first_uid": disjoint_uids()}, **(settings or {})},
+    )
+    try:
+        async with stack, connect(stack.endpoints) as ps:
+            yield Running(stack, ps, state)
+    finally:
+        await asyncio.to_thread(toolboxes.keep, state / "sandbox")

@@ -1,0 +1,168 @@
+"""Bodies of OpenAI Chat Completions: what is refused names its field, what is normalised is recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock_codec.chat import ImagePart, ReasoningPart, Role, TextPart, ToolChoiceMode
+from penstock_interception.ingress.chat import ChatCompletions
+from penstock_interception.ingress.dialect import BadRequest
+from penstock_interception.requests import ChatRequest
+
+USER: list[Any] = [{"role": "user", "content": "hi"}]
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+
+
+def parse(**body: Any) -> ChatRequest:
+    return ChatCompletions().parse(orjson.dumps({"messages": USER, **body}))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=12,
+)
+FIELDS = st.sampled_from(
+    [
+        "messages",
+        "model",
+        "tools",
+        "tool_choice",
+        "stream",
+        "stream_options",
+        "temperature",
+        "max_tokens",
+        "stop",
+        "seed",
+        "n",
+        "response_format",
+        "parallel_tool_calls",
+        "chat_template_kwargs",
+    ]
+)
+MESSAGE = st.dictionaries(
+    st.sampled_from(["role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"]),
+    JSON | st.sampled_from(["user", "assistant", "tool", "system", "developer"]),
+)
+
+
+@given(st.binary(max_size=64))
+def test_arbitrary_bytes_are_a_bad_request_or_a_request(body: bytes) -> None:
+    """R33: nothing but BadRequest, whatever the bytes."""
+    _parses_or_is_refused(body)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(FIELDS, JSON), st.lists(MESSAGE, max_size=3) | JSON)
+def test_arbitrary_json_is_a_bad_request_or_a_request(body: dict[str, Any], messages: Any) -> None:
+    """R33: a malformed body gets 400 with a message, never anything else."""
+    try:
+        data = orjson.dumps({**body, "messages": messages})
+    except TypeError:  # an integer that JSON writers refuse
+        return
+    _parses_or_is_refused(data)
+
+
+def _parses_or_is_refused(body: bytes) -> None:
+    try:
+        request = ChatCompletions().parse(body)
+    except BadRequest as error:
+        assert error.message
+    else:
+        assert request.messages
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 2.5}, "max_completion_tokens"),
+        ({"n": 2}, "n"),
+        ({"functions": []}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stream": "yes"}, "stream"),
+    ],
+)
+def test_a_bad_field_is_named(body: dict[str, Any], param: str) -> None:
+    """R33, R65: the dialect's 400 names the field; legacy functions point to tools."""
+    with pytest.raises(BadRequest) as caught:
+        parse(**body)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "note"),
+    [
+        ({"tools": []}, "tools was empty"),
+        ({"tool_choice": "auto"}, "tool_choice without tools"),
+        ({"parallel_tool_calls": True}, "parallel_tool_calls without tools"),
+        ({"stream_options": {"include_usage": True}}, "stream_options without stream"),
+        ({"logprobs": True}, "logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 2}, "the smaller holds"),
+        ({"reasoning_effort": "high"}, "reasoning_effort was ignored"),
+    ],
+)
+def test_what_is_normalised_is_recorded(body: dict[str, Any], note: str) -> None:
+    """R33, R86: each change of the request is one sentence in the record."""
+    assert any(note in sentence for sentence in parse(**body).normalisations)
+
+
+def test_a_plain_request_is_recorded_as_it_came() -> None:
+    """R64: nothing is normalised, and what is unset stays unset."""
+    request = parse(model="m", temperature=0, user="someone")
+    assert request.normalisations == ()
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.max_tokens) == (0, None, None)
+
+
+def test_every_kind_of_message_keeps_its_parts() -> None:
+    """Text as string or parts, images by reference, reasoning, tool calls exactly as written, results by id."""
+    call = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"a":  1}'}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages: list[Any] = [
+        {"role": "developer", "content": "rules"},
+        {"role": "user", "content": [{"type": "text", "text": "look"}, image]},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "out"}]},
+    ]
+    one, two, three, four = parse(messages=messages).messages
+    assert one.role is Role.DEVELOPER
+    assert two.parts == (TextPart("look"), ImagePart("data:image/png;base64,AAAA"))
+    assert three.parts[0] == ReasoningPart("hm") and three.tool_calls[0].arguments_json == '{"a":  1}'
+    assert (four.tool_results[0].call_id, four.tool_results[0].text) == ("c1", "out")
+
+
+def test_tool_choice_and_thinking_reach_the_request() -> None:
+    """R63: an accepted option takes effect."""
+    named = {"type": "function", "function": {"name": "bash"}}
+    request = parse(
+        tools=[TOOL], tool_choice=named, parallel_tool_calls=False, chat_template_kwargs={"enable_thinking": False}
+    )
+    assert (request.tool_choice.mode, request.tool_choice.name) == (ToolChoiceMode.NAMED, "bash")
+    assert request.tool_choice.parallel_tool_calls is False
+    assert request.template_kwargs == {"enable_thinking": False} and request.sampling.thinking is False
+
+
+def test_deep_nesting_is_refused_not_crashed_on() -> None:
+    """R80: 3,000 nested arrays are a bad request."""
+    with pytest.raises(BadRequest):
+        ChatCompletions().parse(b'{"messages": ' + b"[" * 3000 + b"]" * 3000 + b"}")

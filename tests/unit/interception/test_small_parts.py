@@ -1,0 +1,104 @@
+"""Deadlines, budgets, joining and the ring of changes, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_interception.budgets import Budgets, Spent, allowed_tokens, exhausted
+from penstock_interception.calls import Dialect
+from penstock_interception.changes import Changes
+from penstock_interception.deadlines import Deadlines
+from penstock_interception.ingress.dialect import BadRequest
+from penstock_interception.ingress.joining import identify
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(0, 100)), max_size=300), st.integers(0, 100))
+def test_deadlines_come_in_order_and_once_and_only_the_last_one_set_counts(
+    steps: list[tuple[int, int | None]], now: int
+) -> None:
+    """R23: the heap agrees with a dictionary, and stays bounded by what is live."""
+    deadlines: Deadlines[int] = Deadlines()
+    model: dict[int, int] = {}
+    for key, at in steps:
+        if at is None:
+            deadlines.drop(key)
+            model.pop(key, None)
+        else:
+            deadlines.set(key, at)
+            model[key] = at
+        assert len(deadlines) == len(model)
+        assert len(deadlines._heap) <= 2 * len(model) + 66
+    assert deadlines.next() == min(model.values(), default=None)
+    came = list(deadlines.due(now))
+    assert sorted(came) == sorted(key for key, at in model.items() if at <= now)
+    assert [model[key] for key in came] == sorted(model[key] for key in came)
+
+
+def test_a_sooner_deadline_is_announced() -> None:
+    """Whoever sleeps until the next deadline is told when another one comes first."""
+    told: list[int] = []
+    deadlines: Deadlines[str] = Deadlines(lambda: told.append(1))
+    deadlines.set("a", 10)
+    deadlines.set("b", 20)
+    deadlines.set("c", 5)
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    ("budgets", "spent", "age", "name"),
+    [
+        (Budgets(), Spent(10**6, 10**9, 10**9), 10**9, ""),
+        (Budgets(max_calls=2), Spent(2), 0, "max_calls"),
+        (Budgets(max_calls=2), Spent(1), 0, ""),
+        (Budgets(max_completion_tokens=5), Spent(1, 100, 5), 0, "max_completion_tokens"),
+        (Budgets(max_total_tokens=10), Spent(1, 6, 4), 0, "max_total_tokens"),
+        (Budgets(wall_time_s=3), Spent(), 3, "wall_time"),
+    ],
+)
+def test_a_budget_that_is_used_up_is_named(budgets: Budgets, spent: Spent, age: float, name: str) -> None:
+    """R88: budgets over calls, tokens and wall time."""
+    assert exhausted(budgets, spent, age) == name
+
+
+@given(st.integers(1, 100) | st.none(), st.integers(1, 100) | st.none(), st.integers(0, 200))
+def test_a_call_gets_at_least_one_token_and_never_more_than_its_bounds(
+    asked: int | None, per_call: int | None, spent: int
+) -> None:
+    """R35: the last admitted call is cut short, not refused."""
+    budgets = Budgets(max_tokens_per_call=per_call, max_completion_tokens=150)
+    allowed = allowed_tokens(budgets, Spent(1, 0, spent), asked)
+    assert allowed is not None and allowed >= 1
+    assert allowed <= min(asked or 10**9, per_call or 10**9, max(1, 150 - spent))
+
+
+def test_requests_are_recognised_by_key_or_by_body() -> None:
+    """R34: the key wins over the body; a retry count above 0 says that it is a retry."""
+    plain = identify(Dialect.CHAT_COMPLETIONS, {}, b"body")
+    assert plain == identify(Dialect.CHAT_COMPLETIONS, {"x-stainless-retry-count": "0"}, b"body")
+    assert identify(Dialect.CHAT_COMPLETIONS, {"x-stainless-retry-count": "2"}, b"body").says_retry
+    assert identify(Dialect.CHAT_COMPLETIONS, {"idempotency-key": "k"}, b"body").by_key
+    assert plain.retry_key != identify(Dialect.RESPONSES, {}, b"body").retry_key
+    with pytest.raises(BadRequest):
+        identify(Dialect.CHAT_COMPLETIONS, {"idempotency-key": "k" * 257}, b"body")
+
+
+async def test_a_reader_that_fell_behind_the_ring_is_told() -> None:
+    """R26: changes that are no longer kept are an error, not a gap."""
+    changes = Changes(100, kept=4)
+    call: Any = SimpleNamespace(rollout=None, state=None)
+    assert changes.after(100) == ()
+    for _ in range(6):
+        changes.call_changed(call)
+    assert changes.after(100) is None
+    kept = changes.after(102)
+    assert kept is not None and [change.sequence for change in kept] == [103, 104, 105, 106]
+    waiting = asyncio.create_task(changes.wait(106))
+    await asyncio.sleep(0)
+    changes.call_changed(call)
+    await waiting
