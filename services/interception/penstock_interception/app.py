@@ -201,7 +201,10 @@ async def _keep_time(gate: Gate) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(wait):
                 await gate.sooner.wait()
-        await gate.tick()
+        try:
+            await gate.tick()
+        except Exception:  # noqa: BLE001 - one deadline's trouble must not stop all others
+            _log.exception("a deadline could not be served")
 
 
 async def _drain(gate: Gate, stopping: asyncio.Event, grace_s: float) -> None:

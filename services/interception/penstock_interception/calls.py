@@ -194,6 +194,8 @@ class ModelFacts:
     parser: str = ""
     vocabulary_size: int | None = None
     max_context_tokens: int | None = None
+    # An upstream that tells the token ids of prompt and completion, and logprobs, when it is asked.
+    tells_tokens: bool = False
 
 
 @dataclass(slots=True)

@@ -211,7 +211,7 @@ class Turns:
         conversation = self._conversations[call.rollout.id]
         try:
             plan = conversation.plan(request, call.arrival.agent_session, len(call.arrival.body))
-        except (CodecError, PenstockError) as error:
+        except Exception as error:  # noqa: BLE001 - a call that cannot be planned fails, and fails alone
             self._refuse(call, error)
         else:
             self._offer(call, plan, lease)
@@ -221,7 +221,7 @@ class Turns:
         session, length = call.arrival.agent_session, len(call.arrival.body)
         try:
             plan = await self._elsewhere(lambda: conversation.plan(request, session, length))
-        except (CodecError, PenstockError) as error:
+        except Exception as error:  # noqa: BLE001 - as above; in a task group it would take the service along
             self._refuse(call, error)
         else:
             self._offer(call, plan, None)
@@ -241,9 +241,13 @@ class Turns:
                 return
         self.gate.offer(call, plan, sampling)
 
-    def _refuse(self, call: Call, error: CodecError | PenstockError) -> None:
-        # The template's author and the codec speak to the agent here: its own conversation is what cannot be taken.
-        self.gate.fail(call, Failure(error.reason, str(error), retriable=False))
+    def _refuse(self, call: Call, error: Exception) -> None:
+        if isinstance(error, CodecError | PenstockError):
+            # The template's author and the codec speak to the agent here: it is its own conversation that cannot be taken.
+            self.gate.fail(call, Failure(error.reason, str(error), retriable=False))
+            return
+        _log.error("a prompt could not be made", call_id=call.id, rollout_id=call.rollout.id, exc_info=error)
+        self.gate.fail(call, Failure("INTERNAL"))
 
     async def _ask_source(self, call: Call) -> None:
         rollout = call.rollout
