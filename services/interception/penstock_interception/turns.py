@@ -243,7 +243,7 @@ class Turns:
 
     def _refuse(self, call: Call, error: Exception) -> None:
         if isinstance(error, CodecError | PenstockError):
-            # The template's author and the codec speak to the agent here: it is its own conversation that cannot be taken.
+            # The template and the codec speak to the agent here: its own conversation is what cannot be taken.
             self.gate.fail(call, Failure(error.reason, str(error), retriable=False))
             return
         _log.error("a prompt could not be made", call_id=call.id, rollout_id=call.rollout.id, exc_info=error)
