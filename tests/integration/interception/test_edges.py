@@ -87,7 +87,7 @@ async def test_a_route_that_is_not_there_is_the_dialects_404(
 
 async def test_nothing_outside_of_rollouts_says_anything(service: Any, http: aiohttp.ClientSession) -> None:
     """R7, R14: health says alive; the rest is one 404."""
-    async with http.get(f"http://{service.ingress}/healthz") as answer:
+    async with http.get(f"http://{service.ingress}/health") as answer:
         assert (answer.status, await answer.text()) == (200, "ok\n")
     for path in ("/", "/v1/models", "/rollout", "/metrics", "/rollout/x"):
         async with http.get(f"http://{service.ingress}{path}") as answer:

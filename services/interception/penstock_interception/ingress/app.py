@@ -64,7 +64,7 @@ class Ingress:
     def app(self) -> web.Application:
         """The application, to be run with handler cancellation."""
         app = web.Application(client_max_size=self._limits.max_body_bytes)
-        app.router.add_get("/healthz", _alive)
+        app.router.add_get("/health", _alive)
         app.router.add_route("*", "/rollout/{rollout_id}{path:/.*}", self._rollout)
         app.router.add_route("*", "/{path:.*}", self._elsewhere)
         return app
