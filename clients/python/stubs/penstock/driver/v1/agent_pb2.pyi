@@ -505,8 +505,8 @@ class EventRule(_message.Message):
     @_builtins.property
     def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """JMESPath expressions on the object, by field of the event's data; one that gives null is left out. By convention: text;
-        id, name, arguments; output, exit_code, is_error; message; reason, and in the last DONE event failed = true where the agent says
-        that it failed, which is then a failure of the agent whatever its exit code.
+        id, name, arguments; output, exit_code, is_error; message; reason, and in the last DONE event failed = true where the agent
+        says that it failed, which is then a failure of the agent whatever its exit code.
         """
 
     def __init__(
