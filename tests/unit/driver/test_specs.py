@@ -103,6 +103,8 @@ def test_a_spec_is_known_by_its_content() -> None:
         (changed(events={"rules": [{"when": "type ==", "kind": "done"}]}), "events.rules.0.when", "JMESPath"),
         (changed(mcp={"path": "a", "key": "k", "entry": "{"}), "mcp.entry", "JMESPath"),
         (changed(env={"A B": "x"}), "env.A B.[key]", "pattern"),
+        (changed(needs_root="yes"), "needs_root", "valid boolean"),
+        (changed(success_exit_codes=[True]), "success_exit_codes.0", "valid integer"),
         (changed(check_argv=["{{option.level}}"]), "spec", "may not be used here"),
     ],
 )
