@@ -43,6 +43,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     def __init__(self, fleet: Fleet, registry: AgentRegistry, preflight: Preflight, gate: Captures) -> None:
         self._fleet = fleet
         self._records = fleet.records
+        self._history = fleet.history
         self._registry = registry
         self._preflight = preflight
         self._gate = gate
@@ -93,11 +94,11 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Past events from the journal, then new ones as they are written there."""
         await self._records.get(request.rollout_id)
         after = request.after_sequence
-        with self._records.signal(request.rollout_id) as signal:
+        with self._history.signal(request.rollout_id) as signal:
             while True:
                 signal.clear()
                 has_ended = not self._fleet.is_running(request.rollout_id)
-                page = await self._records.events(request.rollout_id, after)
+                page = await self._history.events(request.rollout_id, after)
                 for sequence, payload in page:
                     event = rollout_pb2.RolloutEvent.FromString(payload)
                     yield rollout_service_pb2.WatchRolloutResponse(event=event)
@@ -188,11 +189,11 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         """The events of all of a group's rollouts, in the order in which they were written."""
         group = await self._records.group(request.group_id)
         position = 0
-        with self._records.signal(group.group_id) as signal:
+        with self._history.signal(group.group_id) as signal:
             while True:
                 signal.clear()
                 has_ended = not any(self._fleet.is_running(rollout_id) for rollout_id in group.rollout_ids)
-                page = await self._records.group_events(group.group_id, position, summary=request.summary)
+                page = await self._history.group_events(group.group_id, position, summary=request.summary)
                 for position, rollout_id, sequence, payload in page:  # noqa: B007 - the next page begins there
                     if sequence > request.after_sequences.get(rollout_id, 0):
                         event = rollout_pb2.RolloutEvent.FromString(payload)

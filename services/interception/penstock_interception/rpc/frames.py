@@ -77,8 +77,6 @@ def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.Interc
         yield pb.InterceptResponse(cancelled=pb.CallsCancelled(call_ids=ids, reason=reason))
     if box.closed:
         yield pb.InterceptResponse(rollouts_closed=pb.RolloutsClosed(rollout_ids=box.closed))
-    if box.resumed:
-        yield pb.InterceptResponse(resumed=pb.CallsResumed())
     frame, size = pb.Calls(), 0
     for call in box.calls:
         item = writer.call(call, view)
@@ -89,3 +87,8 @@ def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.Interc
         frame.calls.append(item)
     if size:
         yield pb.InterceptResponse(calls=frame)
+    for open_calls in box.pauses:
+        if open_calls is None:
+            yield pb.InterceptResponse(resumed=pb.CallsResumed())
+        else:
+            yield pb.InterceptResponse(paused=pb.CallsPaused(open_calls=open_calls))

@@ -238,10 +238,10 @@ class _Stream:
             case "pause":
                 limit = request.pause.max_duration
                 span = convert.seconds(limit) if request.pause.HasField("max_duration") else DEFAULT_PAUSE_S
-                count = dispatcher.pause(session, span)
-                self._reply(pb.InterceptResponse(paused=pb.CallsPaused(open_calls=count)))
+                session.tell_paused(dispatcher.pause(session, span))
             case "resume":
-                dispatcher.resume(session)
+                if not dispatcher.resume(session):
+                    session.tell_resumed()  # nothing was held: the answer is the same
             case "policy":
                 dispatcher.announce(session, request.policy.policy_version)
             case "goodbye":

@@ -300,11 +300,14 @@ def _find(program: str, path: str) -> str:
     raise files.Refused(errno.ENOENT, f"{program}: not found in PATH")
 
 
-def enter(sandbox: int, first_pid: int, channel: socket.socket, uid: int | None, groups: list[str]) -> None:
+def enter(
+    sandbox: int, first_pid: int, channel: socket.socket, uid: int | None, groups: list[str], calls: bytes | None
+) -> None:
     """Become the door: never returns.
 
     ``sandbox`` is a pidfd of the sandbox's first process, whose id on the host is ``first_pid``; ``uid`` is the host
-    user to become (None: stay), ``groups`` are the ``cgroup.procs`` files to join first.
+    user to become (None: stay), ``groups`` are the ``cgroup.procs`` files to join first, ``calls`` is the filter for
+    system calls (None: there is none for this machine).
     """
     code = 71
     try:
@@ -343,6 +346,8 @@ def enter(sandbox: int, first_pid: int, channel: socket.socket, uid: int | None,
         syscalls.drop_bounding_set()
         syscalls.keep_capabilities((syscalls.CAP_SYS_ADMIN, syscalls.CAP_SYS_PTRACE))
         syscalls.set_no_new_privs()
+        if calls is not None:
+            syscalls.filter_calls(calls)
         syscalls.set_dumpable(False)
         wire.send(channel, {"event": "ready"})
         Door(channel, host_proc, oom_score, first_pid).serve()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 import shutil
 import stat
 import tarfile
@@ -67,7 +66,7 @@ def open_write(request: wire.Message) -> Reply:
             pass
         # By bytes: a name may be 255 of them, and the suffix needs 26.
         stem = os.fsdecode(os.fsencode(name)[:200])
-        partial = f".{stem}.{secrets.token_hex(8)}.partial"
+        partial = f".{stem}.{os.urandom(8).hex()}.partial"
         descriptor = os.open(
             partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder
         )

@@ -13,38 +13,44 @@ Invariants
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import select
 import signal
 import socket
 import sys
-from dataclasses import dataclass, field
 
-from penstock_sandbox.spawner import door, syscalls, wire
+from penstock_sandbox.spawner import door, seccomp, syscalls, wire
 
 _STDERR_LIMIT = 4096
+# Descriptors that bubblewrap is given beside 0, 1 and 2, and the first number that is nobody's.
+_INFO, _CALLS, _FIRST_FREE = 3, 4, 5
 # The sandbox's first process: it owns nothing, reaps what agents orphan (bash does) and ends when its input does.
 FIRST_PROCESS = ("/bin/bash", "--norc", "--noprofile", "-c", "echo; while read -r _; do :; done")
 
 
-@dataclass(slots=True)
 class _Sandbox:
-    id: str
-    uid: int | None
-    groups: list[str]
-    bwrap: int
-    seq: int | None  # the create request still to be answered
-    door_channel: int | None
-    info: int
-    life: socket.socket  # the first process's input and output; its closing ends it
-    errors: int
-    info_text: bytes = b""
-    error_text: bytes = b""
-    pidfd: int | None = None
-    first_pid: int = 0
-    door_pid: int | None = None
-    destroy_seqs: list[int] = field(default_factory=list)
+    """One sandbox. No dataclass: their import would double what every fork has to copy."""
+
+    def __init__(
+        self, request: wire.Message, bwrap: int, door_channel: int, info: int, life: socket.socket, errors: int
+    ):
+        self.id: str = request["id"]
+        self.uid: int | None = request["uid"]
+        self.groups: list[str] = request["groups"]
+        self.seq: int | None = request["seq"]  # the create request still to be answered
+        self.bwrap = bwrap
+        self.door_channel: int | None = door_channel
+        self.info = info
+        self.life = life  # the first process's input and output; its closing ends it
+        self.errors = errors
+        self.info_text = b""
+        self.error_text = b""
+        self.pidfd: int | None = None
+        self.first_pid = 0
+        self.door_pid: int | None = None
+        self.destroy_seqs: list[int] = []
 
 
 class Spawner:
@@ -56,6 +62,7 @@ class Spawner:
         self._sandboxes: dict[str, _Sandbox] = {}
         self._watched: dict[int, tuple[str, _Sandbox]] = {}
         self._bwrap = ""
+        self._calls = seccomp.program()
 
     def serve(self) -> None:
         """Run until the service closes its end; then kill everything."""
@@ -123,56 +130,61 @@ class Spawner:
         life, payload = socket.socketpair()
         info, info_write = os.pipe()
         errors, errors_write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            code = 71
-            try:
-                self._become_bwrap(request, payload.fileno(), info_write, errors_write)
-            except OSError as error:
-                os.write(errors_write, str(error).encode())
-            finally:
-                os._exit(code)
+        try:
+            pid = self._spawn_bwrap(request, payload.fileno(), info_write, errors_write)
+        except OSError:
+            for descriptor in (info, info_write, errors, errors_write):
+                os.close(descriptor)
+            life.close()
+            payload.close()
+            raise
         payload.close()
         os.close(info_write)
         os.close(errors_write)
         for descriptor in (info, errors):
             os.set_blocking(descriptor, False)
         life.setblocking(False)
-        sandbox = _Sandbox(
-            id=request["id"],
-            uid=request["uid"],
-            groups=request["groups"],
-            bwrap=pid,
-            seq=request["seq"],
-            door_channel=descriptors[0],
-            info=info,
-            life=life,
-            errors=errors,
-        )
+        sandbox = _Sandbox(request, pid, descriptors[0], info, life, errors)
         self._sandboxes[sandbox.id] = sandbox
         self._watch(info, "info", sandbox)
         self._watch(errors, "errors", sandbox)
         self._watch(life.fileno(), "life", sandbox)
 
-    def _become_bwrap(self, request: wire.Message, payload: int, info: int, errors: int) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        for group in request["groups"]:
-            with open(group, "w", encoding="utf-8") as file:
-                file.write("0")
+    def _spawn_bwrap(self, request: wire.Message, payload: int, info: int, errors: int) -> int:
+        """Start bubblewrap as the sandbox's user, without copying this process: a fork would cost more than it does."""
         uid: int | None = request["uid"]
+        opened: list[int] = []
+        if self._calls is not None:
+            # bubblewrap reads it to its end, so each one gets a pipe of its own; it fits a pipe's buffer.
+            calls, calls_write = os.pipe()
+            os.write(calls_write, self._calls)
+            os.close(calls_write)
+            opened.append(calls)
+        filtered = ["--seccomp", str(_CALLS)] if opened else []
         if uid is not None:
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-        # bubblewrap asks for this too, but only once it runs; changing the user clears it.
-        syscalls.die_with_parent(signal.SIGKILL)
-        os.dup2(payload, 0)
-        os.dup2(payload, 1)
-        os.dup2(errors, 2)
-        os.set_inheritable(info, True)
-        arguments = [self._bwrap, "--info-fd", str(info), *request["argv"], "--", *FIRST_PROCESS]
-        os.execve(self._bwrap, arguments, {})
+            # Only the saved user stays root, which no program that is executed keeps.
+            os.setresgid(uid, uid, 0)
+            os.setresuid(uid, uid, 0)
+        try:
+            return os.posix_spawn(
+                self._bwrap,
+                [self._bwrap, "--info-fd", str(_INFO), *filtered, *request["argv"], "--", *FIRST_PROCESS],
+                {},
+                file_actions=[
+                    (os.POSIX_SPAWN_DUP2, payload, 0),
+                    (os.POSIX_SPAWN_DUP2, payload, 1),
+                    (os.POSIX_SPAWN_DUP2, errors, 2),
+                    (os.POSIX_SPAWN_DUP2, info, _INFO),
+                    *((os.POSIX_SPAWN_DUP2, calls, _CALLS) for calls in opened),
+                ],
+                setsigdef=[signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXFSZ],
+            )
+        finally:
+            if uid is not None:
+                os.setresuid(0, 0, 0)
+                os.setresgid(0, 0, 0)
+            for descriptor in opened:
+                os.close(descriptor)
 
     def _watch(self, descriptor: int, kind: str, sandbox: _Sandbox) -> None:
         self._watched[descriptor] = (kind, sandbox)
@@ -204,13 +216,24 @@ class Spawner:
         _, _, rest = sandbox.info_text.partition(b'"child-pid":')
         sandbox.first_pid = int(rest.split(b",")[0].split(b"\n")[0].split(b"}")[0])
         sandbox.pidfd = os.pidfd_open(sandbox.first_pid)
+        # Nothing of an agent's runs yet: whatever it will start inherits these, from the first process or the door.
+        for group in sandbox.groups:
+            with open(group, "w", encoding="utf-8") as file:
+                file.write(str(sandbox.first_pid))
         channel = sandbox.door_channel
         assert channel is not None and sandbox.seq is not None
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             _close_others({0, 1, 2, channel, sandbox.pidfd})
-            door.enter(sandbox.pidfd, sandbox.first_pid, socket.socket(fileno=channel), sandbox.uid, sandbox.groups)
+            door.enter(
+                sandbox.pidfd,
+                sandbox.first_pid,
+                socket.socket(fileno=channel),
+                sandbox.uid,
+                sandbox.groups,
+                self._calls,
+            )
         os.close(channel)
         sandbox.door_channel = None
         sandbox.door_pid = pid
@@ -303,10 +326,16 @@ def _close_others(kept: set[int]) -> None:
 
 def main() -> None:
     """Run on the channel whose descriptor is the first argument."""
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    channel.set_inheritable(False)
+    given = int(sys.argv[1])
+    channel = socket.socket(fileno=fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _FIRST_FREE))
+    os.close(given)
+    # What bubblewrap finds at these numbers is put there for each one; nothing else may have them.
+    for reserved in range(3, _FIRST_FREE):
+        os.dup2(0, reserved, inheritable=False)
     syscalls.die_with_parent(signal.SIGKILL)
     syscalls.become_subreaper()
+    if os.geteuid() == 0:
+        os.setgroups([])
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The service decides; a Ctrl-C in its terminal reaches the whole foreground group.
         signal.signal(ignored, signal.SIG_IGN)

@@ -312,9 +312,12 @@ class InterceptSession:
             raise Unavailable(f"{self._service.peer} ended the session", reason="STREAM_ENDED")
 
     def _hello(self) -> pb.Hello:
+        wanted = pb.Credits()
+        wanted.CopyFrom(self._credits)
+        wanted.calls = max(1, wanted.calls)  # none for now is said by a frame of its own, after Welcome
         return pb.Hello(
             selector=self._selector,
-            credits=self._credits,
+            credits=wanted,
             identity=self._identity,
             policy_version=self._policy_version,
             view=self._view,
@@ -327,6 +330,8 @@ class InterceptSession:
         self._last_received = asyncio.get_running_loop().time()
         self._outbox.clear()
         self._unsent.clear()
+        if self._credits.calls == 0:
+            self._outbox.append(pb.InterceptRequest(credits=self._credits))
         kept = set(welcome.held_call_ids)
         for call_id, held in list(self._held.items()):
             if held.result is not None:

@@ -1,0 +1,135 @@
+"""An agent that looks for a way out of its sandbox, or into what serves it."""
+
+from __future__ import annotations
+
+import pytest
+from tests.conformance.sandbox.conftest import Box, MakeBox, box, capabilities, make_box, one_endpoint, service
+from tests.conformance.sandbox.services import Running
+
+import penstock_sandbox
+from penstock.sandbox.v1 import file_service_pb2 as fs
+from penstock.sandbox.v1 import process_service_pb2 as ps
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+__all__ = ["box", "capabilities", "make_box", "service"]
+
+
+async def test_a_process_has_no_capability_and_gains_none(box: Box) -> None:
+    """R13, R47"""
+    status = await box.out("grep -E '^(Cap|NoNewPrivs|Seccomp:)' /proc/self/status")
+    values = dict(line.split(":\t") for line in status.splitlines())
+    assert {values[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
+    assert (values["NoNewPrivs"], values["Seccomp"]) == ("1", "2")
+    assert (await box.run(shell="su -c id || sudo -n id || mount -t tmpfs none /mnt")).exit.code != 0
+
+
+async def test_the_first_process_is_confined_as_the_others_are(box: Box) -> None:
+    """R13: who traces it gains nothing."""
+    same = "for f in Cap No Seccomp: Uid; do diff <(grep ^$f /proc/1/status) <(grep ^$f /proc/self/status); done"
+    assert await box.out(same) == ""
+    for name in ("user", "mnt", "pid", "net", "ipc", "cgroup"):
+        assert await box.out(f"readlink /proc/1/ns/{name}") == await box.out(f"readlink /proc/self/ns/{name}")
+
+
+async def test_new_namespaces_and_dangerous_calls_are_refused(box: Box) -> None:
+    """R13"""
+    probe = """
+import ctypes, errno, os, platform
+libc = ctypes.CDLL(None, use_errno=True)
+def refused(result):
+    assert result == -1, result
+    return errno.errorcode[ctypes.get_errno()]
+print(refused(libc.unshare(0x10000000)), refused(libc.unshare(0x20000)))
+x86 = platform.machine() == "x86_64"
+print(refused(libc.syscall(321 if x86 else 280, 0, 0, 0)))          # bpf
+print(refused(libc.syscall(250 if x86 else 219, 0, 0, 0, 0, 0)))    # keyctl
+print(refused(libc.syscall(323 if x86 else 282, 0)))                # userfaultfd
+print(refused(libc.syscall(425, 8, 0)))                             # io_uring_setup
+print(refused(libc.mount(b"none", b"/mnt", b"tmpfs", 0, None)))
+print(refused(libc.chroot(b"/")))
+"""
+    lines = (await box.run("python3", "-c", probe)).stdout.decode().split()
+    assert lines[0] in ("ENOSPC", "EPERM") and lines[1] == "EPERM"
+    assert lines[2:] == ["EPERM", "EPERM", "EPERM", "ENOSYS", "EPERM", "EPERM"]
+
+
+async def test_what_serves_the_sandbox_is_not_to_be_seen_in_it(box: Box, service: Running) -> None:
+    """R12, R14: neither the door, nor the service, nor the host's processes."""
+    look = "cat /proc/[0-9]*/cmdline | tr '\\0' ' '; cat /proc/[0-9]*/environ; ls -la /proc/[0-9]*/fd; :"
+    seen = await box.out(look)
+    for trace in ("penstock_sandbox", "spawner", "bwrap", str(service.process.pid), str(service.state_dir)):
+        assert trace not in seen, trace
+    # The mount table shows what is visible anyway, and under which names of the host's.
+    assert "sk-host-secret" not in await box.out("cat /proc/self/mountinfo /proc/self/cgroup; env")
+
+
+async def test_a_process_inherits_no_descriptor(box: Box) -> None:
+    """R12"""
+    assert await box.out("ls /proc/self/fd | wc -l") == "4"  # three, and the listing's own
+
+
+async def test_a_job_of_the_services_in_the_sandbox_cannot_be_read_or_traced(box: Box) -> None:
+    """R12: copying a tree runs a moment inside, with the rights of the sandbox's user and nothing to steal."""
+    await box.run(shell="head -c 30000000 /dev/urandom > big")
+    script = r"""
+import os, sys
+seen = set()
+print("watching", flush=True)
+while not os.path.exists("stop"):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        for name in ("environ", "mem", "maps", "fd", "exe", "cwd"):
+            try:
+                path = f"/proc/{pid}/{name}"
+                os.listdir(path) if name == "fd" else os.readlink(path) if name in ("exe", "cwd") else open(path).close()
+                comm = open(f"/proc/{pid}/comm").read().strip()
+                cmdline = open(f"/proc/{pid}/cmdline", "rb").read()
+            except OSError:
+                continue
+            if b"spawner" in cmdline:
+                seen.add(name)
+print(sorted(seen))
+"""
+    await box.write("spy.py", script.encode())
+    await box.start("spy", "python3", "spy.py")
+    async for event in box.watch("spy"):
+        if event.HasField("chunk"):
+            break
+    for _ in range(5):
+        async for _event in box.service.files.ReadTree(fs.ReadTreeRequest(sandbox_id=box.id, path="."), timeout=60):
+            pass
+    await box.write("stop", b"")
+    stdout, stderr, ended = await box.finish("spy")
+    assert (stdout, ended.code) == (b"watching\n[]\n", 0), stderr
+
+
+async def test_code_planted_where_the_services_packages_are_is_never_run(box: Box) -> None:
+    """R13: the door works inside the sandbox's root and must import nothing from it."""
+    folder = penstock_sandbox.__path__[0]
+    plant = f"mkdir -p {folder}/spawner && for f in {folder}/__init__ {folder}/spawner/door json tarfile encodings; do "
+    plant += 'mkdir -p $(dirname $f); echo \'open("/workspace/ran", "w")\' > $f.py; done'
+    await box.out(plant)
+    for path in ("ran", "absent"):
+        await box.run(shell=f"ls {path}")
+    await box.write("x/y", b"")
+    await box.read("x/y")
+    assert await box.out("ls ran 2>/dev/null || echo nothing ran") == "nothing ran"
+
+
+async def test_a_sandbox_cannot_use_up_the_connections_of_the_service(make_box: MakeBox) -> None:
+    """R4: a rollout's agent cannot starve another's."""
+    greedy = await make_box(network=one_endpoint("127.0.0.1:1"))
+    flood = "import socket\ns = []\nfor _ in range(600):\n c = socket.socket(); c.settimeout(5)\n"
+    flood += " try: c.connect(('127.0.0.1', 4000)); s.append(c)\n except OSError: pass\nprint('done')"
+    assert b"done" in (await greedy.run("python3", "-c", flood)).stdout
+    other = await make_box()
+    assert await other.out("echo fine") == "fine"
+
+
+async def test_a_key_with_every_metacharacter_stays_one_value(box: Box) -> None:
+    """R2"""
+    key = "sk-test '$(leak)\"`id`;&|<>\\\n*?[]{}~#!%"
+    result = await box.run("printenv", "KEY", secret_env={"KEY": key})
+    assert result.stdout == key.encode() + b"\n"
+    result = await box.run(shell='printf %s "$KEY"', secret_env={"KEY": key})
+    assert result.stdout == key.encode()
+    assert result.exit.reason == ps.EXIT_REASON_EXITED

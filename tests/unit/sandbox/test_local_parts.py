@@ -1,0 +1,138 @@
+"""Parts of the local backend that need no sandbox."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_chassis.errors import ResourceExhausted
+from penstock_sandbox.backends.local import layers, rootfs, runtimes
+from penstock_sandbox.backends.local.stage import Stage
+from penstock_sandbox.backends.local.uids import UserPool
+from penstock_sandbox.model import NetworkKind, NetworkPolicy, Runtime, RuntimeKind
+from penstock_sandbox.rpc.pages import page
+from penstock_sandbox.sandboxes import network_problems
+
+
+def test_users_are_handed_out_once_and_come_back_with_their_last_holder() -> None:
+    """R52"""
+    pool = UserPool(1000, 2)
+    first, second = pool.acquire(), pool.acquire()
+    assert {first, second} == {1000, 1001}
+    with pytest.raises(ResourceExhausted):
+        pool.acquire()
+    pool.share(first)
+    pool.release(first)
+    with pytest.raises(ResourceExhausted):
+        pool.acquire()
+    pool.release(first)
+    assert pool.acquire() == first
+
+
+def test_an_ordinary_user_has_no_users_to_hand_out() -> None:
+    """R45"""
+    pool = UserPool(None, 0)
+    assert pool.acquire() is None
+    pool.release(None)
+
+
+def test_a_stage_shows_only_what_lies_under_its_sources() -> None:
+    """R12"""
+    stage = Stage(Path("/mnt"), {"state": Path("/root/x"), "extra": Path("/srv/y")})
+    assert stage.map("/root/x/layers/a") == "/mnt/state/layers/a"
+    assert stage.map(Path("/srv/y")) == "/mnt/extra"
+    assert stage.map("/usr") == "/usr"
+    assert Stage(None).map("/root/x") == "/root/x"
+
+
+def test_the_skeleton_has_our_accounts_and_nothing_of_the_hosts(tmp_path: Path) -> None:
+    """R12"""
+    binds, links = rootfs.host_binds(())
+    rootfs.write_skeleton(tmp_path / "base", binds, links)
+    base = tmp_path / "base"
+    assert (base / "etc/passwd").read_text().count("\n") == 3
+    assert not (base / "etc/shadow").exists() and not (base / "etc/environment").exists()
+    assert (base / "etc/resolv.conf").read_text() == ""
+    assert not list((base / "home").iterdir() if (base / "home").exists() else [])
+
+
+def test_a_diff_follows_no_link_and_reads_no_fifo(tmp_path: Path) -> None:
+    """R75: the layer belongs to the agent, and the service may be root."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").write_text("secret")
+    upper = tmp_path / "upper"
+    upper.mkdir()
+    (upper / "dir").symlink_to(tmp_path / "outside")
+    (upper / "file").symlink_to(tmp_path / "outside" / "secret")
+    os.mkfifo(upper / "fifo")
+    (upper / "real").write_bytes(b"x" * 600_000)
+    pieces = list(layers.diff(upper, frozenset()))
+    assert pieces[-1] == []
+    chunks = [piece for piece in pieces if isinstance(piece, bytes)]
+    assert max(map(len, chunks)) <= 256 * 1024
+    archive = tmp_path / "a.tar"
+    archive.write_bytes(b"".join(chunks))
+    assert b"secret" not in archive.read_bytes().replace(b"outside/secret", b"")
+    with tarfile.open(archive) as opened:
+        assert sorted(opened.getnames()) == ["dir", "file", "real"]
+
+
+def test_removing_a_tree_gets_past_directories_without_permissions(tmp_path: Path) -> None:
+    """R50"""
+    inner = tmp_path / "tree" / "work"
+    inner.mkdir(parents=True)
+    (inner / "file").touch()
+    (tmp_path / "keep").mkdir()
+    (tmp_path / "tree" / "link").symlink_to(tmp_path / "keep")
+    inner.chmod(0)
+    layers.remove(tmp_path / "tree")
+    assert [child.name for child in tmp_path.iterdir()] == ["keep"]
+
+
+def test_a_runtime_that_is_too_old_is_not_found() -> None:
+    """R48"""
+    assert runtimes.find(Runtime(RuntimeKind.PYTHON, "3.9")) is not None
+    assert runtimes.find(Runtime(RuntimeKind.PYTHON, "99")) is None
+
+
+@given(count=st.integers(0, 30), size=st.integers(1, 7), gone=st.sets(st.integers(0, 29)))
+def test_pages_tell_everything_once_even_when_items_vanish_in_between(count: int, size: int, gone: set[int]) -> None:
+    """R26"""
+    items = sorted(((index / 3, f"id{index}") for index in range(count)), reverse=True)
+    seen: list[tuple[float, str]] = []
+    token = ""
+    left = items
+    while True:
+        shown, token = page(left, lambda item: item, size, token)
+        seen += shown
+        if not token:
+            break
+        left = [item for item in left if item in seen or items.index(item) not in gone]
+    assert len(set(seen)) == len(seen)
+    assert {item for index, item in enumerate(items) if index not in gone} <= set(seen)
+
+
+@pytest.mark.parametrize(
+    ("port", "upstream", "fields"),
+    [
+        (4000, "127.0.0.1:7780", []),
+        (4000, "[::1]:7780", []),
+        (4000, "unix:/run/x.sock", []),
+        (1023, "h:1", ["local_port"]),
+        (65536, "h:1", ["local_port"]),
+        (4000, "h", ["upstream"]),
+        (4000, ":80", ["upstream"]),
+        (4000, "h:0", ["upstream"]),
+        (4000, "h:٣", ["upstream"]),
+        (4000, "unix:relative", ["upstream"]),
+    ],
+)
+def test_a_policys_form_is_checked_before_the_operators_list(port: int, upstream: str, fields: list[str]) -> None:
+    """R64"""
+    found = network_problems(NetworkPolicy(NetworkKind.ONE_ENDPOINT, port, upstream))
+    assert [problem.field.rpartition(".")[2] for problem in found] == fields

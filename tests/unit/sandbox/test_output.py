@@ -1,0 +1,46 @@
+"""Outputs are kept, counted and read again, whatever the sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_sandbox.output import Output
+
+
+@given(
+    pieces=st.lists(st.binary(max_size=70_000), max_size=12),
+    limit=st.sampled_from([0, 1, 1000, 65_536, 65_537, 200_000, 10**9]),
+    tail=st.sampled_from([0, 1, 500, 70_000]),
+    reads=st.lists(st.tuples(st.integers(0, 300_000), st.integers(1, 100_000)), max_size=5),
+)
+def test_what_is_kept_is_the_beginning_and_what_is_shown_is_both_ends(
+    pieces: list[bytes], limit: int, tail: int, reads: list[tuple[int, int]]
+) -> None:
+    """R26: nothing is dropped silently."""
+    whole = b"".join(pieces)
+    with TemporaryDirectory() as folder:
+        output = Output(Path(folder) / "spool", limit, tail)
+        for piece in pieces:
+            output.append(piece)
+        assert output.total == len(whole)
+        assert output.kept == min(len(whole), limit)
+        for offset, length in reads:
+            assert output.read(offset, length) == whole[:limit][offset : offset + length]
+        rest = whole[limit:]
+        assert output.ends() == whole[:limit] + (rest[-tail:] if tail else b"")
+        assert output.truncated == (len(rest) > tail)
+        # The spool is reached by its descriptor alone.
+        assert list(Path(folder).iterdir()) == []
+        output.close()
+
+
+def test_small_outputs_never_touch_the_disk(tmp_path: Path) -> None:
+    """R23"""
+    output = Output(tmp_path / "absent" / "spool", 10**9)
+    output.append(b"x" * 65_536)
+    assert output.read(0, 10) == b"x" * 10
+    output.close()

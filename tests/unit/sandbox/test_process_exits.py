@@ -1,0 +1,77 @@
+"""A process's exit is decided once and last, whatever the order in which its end is told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_sandbox.backends.base import RawExit
+from penstock_sandbox.model import Chunk, Command, ExitReason, ProcessSpec, Stream
+from penstock_sandbox.processes import RunningProcess
+
+OUT, ERR = Stream.STDOUT, Stream.STDERR
+
+
+@given(order=st.permutations(["exited", "out", "err", "write-out", "write-err", "condemn"]), lost=st.integers(0, 6))
+def test_every_interleaving_ends_in_one_exit_after_all_output(order: list[str], lost: int) -> None:
+    """R43, R39"""
+
+    async def run() -> None:
+        with TemporaryDirectory() as folder:
+            process = RunningProcess(ProcessSpec("p", Command(argv=("x",))), b"", Path(folder))
+            watching = asyncio.create_task(_watch(process))
+            written = {OUT: 0, ERR: 0}
+            closed: set[Stream] = set()
+            for step, event in enumerate(order):
+                await asyncio.sleep(0)
+                if step == lost:
+                    process.lost()
+                    break
+                match event:
+                    case "exited":
+                        process.exited(RawExit(code=None, signal=9))
+                    case "out" | "err":
+                        stream = OUT if event == "out" else ERR
+                        closed.add(stream)
+                        process.closed(stream)
+                    case "write-out" | "write-err":
+                        stream = OUT if event == "write-out" else ERR
+                        if stream not in closed:
+                            written[stream] += 1
+                            process.output(stream, b"x")
+                    case "condemn":
+                        process.condemn()
+            told = await watching
+            ended = process.exit
+            assert ended is not None
+            assert told == written == {OUT: ended.stdout_bytes, ERR: ended.stderr_bytes}
+            before = order[:lost]
+            if "exited" in before:
+                killed = "condemn" in before and before.index("condemn") < before.index("exited")
+                assert ended.reason is (ExitReason.KILLED if killed else ExitReason.SIGNALED)
+            else:
+                assert ended.reason is (ExitReason.KILLED if "condemn" in before else ExitReason.SANDBOX_LOST)
+            process.lost()
+            assert process.exit is ended
+
+    asyncio.run(run())
+
+
+async def _watch(process: RunningProcess) -> dict[Stream, int]:
+    seen = {OUT: 0, ERR: 0}
+    async for event in process.watch({OUT: 0, ERR: 0}):
+        if isinstance(event, Chunk):
+            assert event.offset == seen[event.stream]
+            seen[event.stream] += len(event.data)
+    return seen
+
+
+async def test_a_secret_is_in_no_view_of_its_process(tmp_path: Path) -> None:
+    """R1, R8"""
+    command = Command(argv=("x",), secret_env={"KEY": "sk-test '$(leak)"})
+    process = RunningProcess(ProcessSpec("p", command), b"", tmp_path)
+    assert "leak" not in repr(process.view()) and "leak" not in repr(process.spec)
