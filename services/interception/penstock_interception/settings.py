@@ -61,7 +61,9 @@ class InterceptionSettings(ServiceSettings):
     ingress_tls_cert: Path | None = Field(None, description="PEM certificate of the ingress, for a wide bind")
     ingress_tls_key: Path | None = Field(None, description="PEM private key of the ingress")
     inference_address: str = Field("127.0.0.1:7704", description='the default inference service; "" has none')
-    inference_token: SecretStr | None = Field(None, description="its token")
+    inference_token: SecretStr | None = Field(
+        None, description="operator or trainer token of the default inference service"
+    )
     inference: dict[str, InferenceEndpoint] = Field(default_factory=dict, description="further ones by name")
     upstreams: dict[str, UpstreamSettings] = Field(default_factory=dict, description="endpoints by name")
     tokenizers: dict[str, Path] = Field(default_factory=dict, description="tokenizer directories by name")
