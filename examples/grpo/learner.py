@@ -5,11 +5,15 @@ Nothing here knows about rollouts, agents or services. All randomness comes from
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 import model
 from model import Batch, ModelConfig
@@ -51,20 +55,27 @@ class Learner:
         self.config = config
         self.params = model.init(config, seed)
         self._adam = model.adam_init(self.params)
-        self._rng = np.random.default_rng(seed)
+        self._seed = seed
+        self._rng = np.random.default_rng([seed, 1])
         self._updates = 0
 
-    def warm_start(self, corpus: Corpus, report: Callable[[int, float], None]) -> None:
-        """Learn the format and a weak prior from the corpus; `report` gets the steps done and the loss."""
+    def warm_start(self, corpus: Corpus, cache: Path, say: Callable[[str], None]) -> None:
+        """Learn the format and a weak prior from the corpus; once, then from the cache."""
+        path = cache / f"warm-{self._fingerprint(corpus)}.safetensors"
+        if path.is_file():
+            self.params = {name: jnp.asarray(value) for name, value in load_file(path).items()}
+            return
+        rng = np.random.default_rng([self._seed, 0])  # its own: the updates go on alike after a cached start
         for first in range(0, WARM_STEPS, WARM_CHUNK):
-            drawn = corpus.draw(self._rng, WARM_CHUNK * WARM_BATCH)
+            drawn = corpus.draw(rng, WARM_CHUNK * WARM_BATCH)
             rows = [Row(ids, mask, np.zeros_like(mask), 0.0) for ids, mask in drawn]
             steps = first + np.arange(WARM_CHUNK)
             rates = WARM_LR * (WARM_LR_END / WARM_LR) ** (steps / WARM_STEPS) * np.minimum(1.0, (steps + 1) / 20)
-            batch = _stack(rows, (WARM_CHUNK, WARM_BATCH))
-            loss, _ = self._train(batch, rates, "supervised")
-            report(first + WARM_CHUNK, loss)
+            loss, _ = self._train(_stack(rows, (WARM_CHUNK, WARM_BATCH)), rates, "supervised")
+            say(f"warm start: step {first + WARM_CHUNK} of {WARM_STEPS}, loss {loss:.3f}")
         self._adam = model.adam_init(self.params)
+        cache.mkdir(parents=True, exist_ok=True)
+        save_file(self.weights(), path)
 
     def update(self, rows: Sequence[Row]) -> tuple[float, float]:
         """One pass over `rows` in random order, one Adam step per minibatch.
@@ -91,10 +102,14 @@ class Learner:
         """The weights under their checkpoint names, float32."""
         return {name: np.asarray(value) for name, value in self.params.items()}
 
-    def load(self, weights: dict[str, np.ndarray]) -> None:
-        """Take weights that `weights` gave earlier."""
-        self.params = {name: jnp.asarray(value) for name, value in weights.items()}
-        self._adam = model.adam_init(self.params)
+    def _fingerprint(self, corpus: Corpus) -> str:
+        """Of everything that the warm start is made from."""
+        digest = hashlib.sha256(f"{self._seed} {self.config} {jax.__version__}".encode())
+        for module in ("model.py", "learner.py", "tasks.py"):
+            digest.update(Path(__file__).with_name(module).read_bytes())
+        for ids, mask in corpus.all():
+            digest.update(ids.tobytes() + mask.tobytes())
+        return digest.hexdigest()[:16]
 
     def _train(self, batch: Batch, rates: np.ndarray, loss: str) -> tuple[float, float]:
         self.params, self._adam, (losses, gaps) = model.train(

@@ -133,3 +133,7 @@ class Corpus:
         """`count` pairs of ids and mask."""
         kinds = rng.choice(len(EXAMPLES), size=count, p=list(EXAMPLES.values()))
         return [self._rows[kind][task] for kind, task in zip(kinds, rng.integers(len(TASKS), size=count), strict=True)]
+
+    def all(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Every example once."""
+        return [row for rows in self._rows for row in rows]

@@ -22,9 +22,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import jax
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
 import model
 from display import Display, Metrics, recent, save_picture
@@ -55,7 +53,7 @@ async def train(seed: int, max_steps: int, run: Path, display: Display) -> list[
     codec = build_codec()
     learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed)
     display.say("warm start: learning the tool-call format from examples ...")
-    await asyncio.to_thread(warm_start, learner, Corpus(codec), codec.files.tokenizer_sha256, seed, display)
+    await asyncio.to_thread(learner.warm_start, Corpus(codec), RUNS / "cache", display.say)
     model.export(learner.params, learner.config, codec.files, run / "initial")
 
     display.say("starting the four services ...")
@@ -156,20 +154,6 @@ def scored_rows(groups: list[list[RolloutResult]]) -> list[Row]:
 def sampled_tokens(result: RolloutResult) -> int:
     """Tokens that the policy sampled in a rollout."""
     return 0 if result.trajectory is None else sum(int(sample.loss_mask.sum()) for sample in result.trajectory.samples)
-
-
-def warm_start(learner: Learner, corpus: Corpus, tokenizer_sha256: str, seed: int, display: Display) -> None:
-    """The supervised start, from the cache if these very programs made it before."""
-    key = hashlib.sha256(f"{tokenizer_sha256} {seed} {jax.__version__}".encode())
-    for name in ("model.py", "learner.py", "tasks.py"):
-        key.update(Path(__file__).with_name(name).read_bytes())
-    path = RUNS / "cache" / f"warm-{key.hexdigest()[:16]}.safetensors"
-    if path.is_file():
-        learner.load(load_file(path))
-        return
-    learner.warm_start(corpus, lambda done, loss: display.say(f"warm start: step {done}, loss {loss:.3f}"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(learner.weights(), path)
 
 
 def new_run(seed: int) -> Path:

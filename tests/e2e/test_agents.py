@@ -24,7 +24,7 @@ def choice(agent: str) -> AgentChoice:
 
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_an_agent_at_the_gate_does_the_task_and_its_trajectory_is_token_exact(stack: Running, agent: str) -> None:
-    """R18, R59, R82, R84, R85, R87: what was delivered is what the next prompt starts with and what the samples hold."""
+    """R18, R59, R82, R84, R85, R87: the next prompt starts with what was delivered, and the samples hold it."""
     label = secrets.token_hex(8)
     async with training(stack, label) as trainer:
         handle = await stack.ps.rollouts.create(copy_task(stack), choice(agent), labels={"test": label})
@@ -82,7 +82,7 @@ async def test_an_agent_behind_the_transparent_proxy_is_captured_without_a_train
     assert len(main) == 2
     for call in trajectory.calls:
         assert call.state == "delivered"
-        assert call.answerer == "source"
+        assert call.answerer == "inference"
         assert call.completion is not None
         assert call.completion.engine == "scripted"
         assert call.completion.logprobs is not None

@@ -32,7 +32,7 @@ def targets(ports: Iterable[int]) -> list[tuple[str, int]]:
 
 
 def probe_script(where: Iterable[tuple[str, int]]) -> str:
-    """A bash script: a line `open ADDRESS PORT` for whatever takes a connection, then what listens and what there is."""
+    """A bash script: `open ADDRESS PORT` for whatever takes a connection, then what listens and what interfaces are."""
     tries = "\n".join(f"try {address} {port}" for address, port in where)
     return f"""
 try() {{ (exec 3<>/dev/tcp/$1/$2) 2>/dev/null && echo "open $1 $2" || echo "closed $1 $2"; }}

@@ -6,6 +6,7 @@ repeats them proves that nothing sampled is tokenised again (R82).
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -54,24 +55,34 @@ def in_turn(*replies: str, title: str = "A title") -> Reply:
 
 @dataclass
 class Trainer:
-    """Answers every call of a session and remembers what it was asked and what it said."""
+    """Answers every call of a session and remembers what it was asked and what it said.
+
+    `before` runs before an answer, which may hold it without holding others; `after` is set by the first answer that
+    the gate acknowledged.
+    """
 
     session: InterceptSession
     reply: Reply
     version: int = 3
     before: Callable[[ModelCall], Awaitable[None]] | None = None
+    after: asyncio.Event = field(default_factory=asyncio.Event)
     calls: list[ModelCall] = field(default_factory=list)
     answers: dict[str, Completion] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Until the session ends or this is cancelled."""
-        async for call in self.session.calls():
-            self.calls.append(call)
-            if self.before is not None:
-                await self.before(call)
-            ids, logprobs = sampled(self.reply(prompt_text(call)))
-            completion = Completion.of_tokens(
-                np.array(ids), np.array(logprobs), policy_version=self.version, logprobs_mode=LogprobsMode.PROCESSED
-            )
-            self.answers[call.call_id] = completion
-            await call.deliver(completion)
+        async with asyncio.TaskGroup() as tasks:
+            async for call in self.session.calls():
+                self.calls.append(call)
+                tasks.create_task(self._answer(call))
+
+    async def _answer(self, call: ModelCall) -> None:
+        if self.before is not None:
+            await self.before(call)
+        ids, logprobs = sampled(self.reply(prompt_text(call)))
+        completion = Completion.of_tokens(
+            np.array(ids), np.array(logprobs), policy_version=self.version, logprobs_mode=LogprobsMode.PROCESSED
+        )
+        self.answers[call.call_id] = completion
+        await call.deliver(completion)
+        self.after.set()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from tests.support import toolboxes
@@ -39,6 +40,9 @@ class Running:
         return {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
 
 
+OBSERVER_TOKEN: Final = secrets.token_hex(32)
+"""Of the role that reads, at every service of every stack of this process."""
+
 SCRIPT: dict[str, Any] = {
     # Which entries a session comes to depends on what its rollouts ask: leftovers are no error here.
     "strict": False,
@@ -60,25 +64,37 @@ def disjoint_uids() -> int:
     return 300_000 + 4096 * (os.getpid() % 512)
 
 
-@asynccontextmanager
-async def running(folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None) -> AsyncIterator[Running]:
-    """A stack whose state is under `folder`."""
+def stack_in(
+    folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None, kind: type[LocalStack] = LocalStack
+) -> LocalStack:
+    """A stack, not yet started, whose state is under `folder`; `settings` by service."""
     folder.chmod(0o755)
     model = folder / "model"
     FILES.write(model)
     script = folder / "script.yaml"
     script.write_text(yaml.safe_dump(SCRIPT, sort_keys=False))
-    state = folder / "state"
-    await asyncio.to_thread(toolboxes.bring, state / "sandbox")
-    stack = LocalStack(
+    given: dict[str, dict[str, Any]] = {
+        name: {"observer_token": OBSERVER_TOKEN} for name in ("inference", "interception", "sandbox", "driver")
+    }
+    for name, table in (settings or {}).items():
+        given[name] |= table
+    given["sandbox"].setdefault("first_uid", disjoint_uids())
+    return kind(
         model_dir=model,
         engine="scripted",
         engine_options={"script": str(script)},
-        state_dir=state,
-        settings={"sandbox": {"first_uid": disjoint_uids()}, **(settings or {})},
+        state_dir=folder / "state",
+        settings=given,
     )
+
+
+@asynccontextmanager
+async def running(folder: Path, settings: Mapping[str, Mapping[str, Any]] | None = None) -> AsyncIterator[Running]:
+    """A stack whose state is under `folder`."""
+    stack = stack_in(folder, settings)
+    await asyncio.to_thread(toolboxes.bring, stack.state_dir / "sandbox")
     try:
         async with stack, connect(stack.endpoints) as ps:
-            yield Running(stack, ps, state)
+            yield Running(stack, ps, stack.state_dir)
     finally:
-        await asyncio.to_thread(toolboxes.keep, state / "sandbox")
+        await asyncio.to_thread(toolboxes.keep, stack.state_dir / "sandbox")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 import structlog
@@ -16,6 +15,7 @@ from penstock_chassis.journal import Journal
 from penstock_chassis.server import Service
 from penstock_driver import records, registry
 from penstock_driver.fleet import Fleet, new_id
+from penstock_driver.history import History
 from penstock_driver.preflight import Preflight
 from penstock_driver.rpc.gate import GrpcGate
 from penstock_driver.rpc.sandboxes import GrpcSandboxes
@@ -58,10 +58,11 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
         )
         sandboxes, gate = GrpcSandboxes(sandbox_channel), GrpcGate(gate_channel)
         agents = await registry.AgentRegistry.open(journal)
-        memory = records.Records(journal, encode_event)
-        stack.push_async_callback(memory.aclose)
+        memory, history = records.Records(journal), History(journal, encode_event)
+        stack.push_async_callback(history.aclose)
         fleet = Fleet(
             memory,
+            history,
             sandboxes,
             gate,
             instance_id=await memory.instance_id(new_id("d")),
@@ -72,10 +73,8 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
         )
         lost = await fleet.recover()
         fleet.watch_calls()
-        release: asyncio.Task[None] | None = None
         if lost:
             _log.warning("rollouts were running when the last driver died", count=lost)
-            release = asyncio.ensure_future(fleet.release_lost(lost))
 
         async def drain(_seconds: float) -> None:
             await fleet.aclose()
@@ -87,10 +86,6 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
                 drain=drain,
             )
         finally:
-            if release:
-                release.cancel()
-                with suppress(asyncio.CancelledError):
-                    await release
             await fleet.aclose()
 
 

@@ -7,7 +7,7 @@ memory is bounded by MAX_LINE_BYTES whatever the agent prints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 import jmespath
 import jmespath.exceptions
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 MAX_LINE_BYTES: Final = 1 << 20
 """Longest line that is parsed; the rest of a longer one is dropped and its event says so."""
@@ -55,6 +55,28 @@ def search(expression: Any, value: Any) -> Any:
         return None
 
 
+def evaluator(expression: str) -> Callable[[Any], Any]:
+    """A function that evaluates a JMESPath expression and gives None where a value does not fit it.
+
+    What most rules are made of, names and comparisons of a name with a constant, is evaluated directly: a rollout's
+    lines are matched against every rule, and the library walks a tree for each.
+    """
+    parsed = compiled(expression)
+    return _direct(parsed.parsed) or (lambda value: search(parsed, value))
+
+
+def _direct(node: dict[str, Any]) -> Callable[[Any], Any] | None:
+    children = node.get("children") or []
+    if node["type"] == "field":
+        name = node["value"]
+        return lambda value: value.get(name) if isinstance(value, dict) else None
+    if node["type"] == "comparator" and node["value"] == "eq" and children[1]["type"] == "literal":
+        left, constant = _direct(children[0]), children[1]["value"]
+        if left and isinstance(constant, str):
+            return lambda value: left(value) == constant
+    return None
+
+
 def _compiles(expression: str) -> str:
     compiled(expression)
     return expression
@@ -71,10 +93,10 @@ class EventRule(BaseModel):
     in a DONE event by which the agent says that it failed, whatever its exit code.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     when: Expression
-    kind: EventKind
+    kind: Annotated[EventKind, Field(strict=False)]
     fields: dict[str, Expression] = {}
 
 
@@ -92,7 +114,7 @@ class EventParser:
 
     def __init__(self, rules: Sequence[EventRule]) -> None:
         self._rules = [
-            (rule.kind, compiled(rule.when), [(name, compiled(field)) for name, field in rule.fields.items()])
+            (rule.kind, evaluator(rule.when), [(name, evaluator(field)) for name, field in rule.fields.items()])
             for rule in rules
         ]
         self._pending = bytearray()
@@ -135,7 +157,7 @@ class EventParser:
         except ValueError:
             return None
         for kind, when, fields in self._rules:
-            if search(when, value):
-                found = ((name, search(field, value)) for name, field in fields)
+            if when(value):
+                found = ((name, field(value)) for name, field in fields)
                 return AgentEvent(kind, {name: item for name, item in found if item is not None}, line[:MAX_RAW_BYTES])
         return None

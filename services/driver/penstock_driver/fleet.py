@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
 from penstock_chassis.errors import PenstockError, ResourceExhausted, Unavailable
 from penstock_driver.groups import GroupPolicy, GroupWatch
+from penstock_driver.history import History
 from penstock_driver.phases import Conductor
 from penstock_driver.ports import Gate, Sandboxes
 from penstock_driver.preparations import Preparations
@@ -31,13 +32,15 @@ from penstock_driver.rollouts import (
     Outcome,
     Phase,
     PhaseChanged,
+    Progress,
     RolloutOrder,
 )
 
 DRIVER_LABEL: Final = "penstock_driver"
 ROLLOUT_LABEL: Final = "penstock_rollout"
+RELEASE_LIMIT_S: Final = 60.0
 _RELEASE_FIRST_S: Final = 0.2
-_RELEASE_MOST_S: Final = 10.0
+_RELEASE_MOST_S: Final = 5.0
 _STOPPED: Final = Failure(Cause.INFRASTRUCTURE, "DRIVER_STOPPED", "the driver was stopped", True, Phase.QUEUED)
 
 _log = structlog.get_logger("penstock.driver")
@@ -67,6 +70,7 @@ class Fleet:
     def __init__(
         self,
         records: Records,
+        history: History,
         sandboxes: Sandboxes,
         gate: Gate,
         *,
@@ -77,6 +81,7 @@ class Fleet:
         agent_port: int,
     ) -> None:
         self.records = records
+        self.history = history
         self._sandboxes = sandboxes
         self._gate = gate
         self._instance_id = instance_id
@@ -86,8 +91,9 @@ class Fleet:
         self._agent_port = agent_port
         self._preparations = Preparations(sandboxes)
         self._live: dict[str, _Live] = {}
-        self._supervisors: set[asyncio.Task[None]] = set()
-        self._groups: dict[str, tuple[GroupWatch, asyncio.Task[None]]] = {}
+        self._recovering: dict[str, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._groups: dict[str, GroupWatch] = {}
         self._closing = False
         self._calls: asyncio.Task[None] | None = None
 
@@ -101,34 +107,51 @@ class Fleet:
             if live := self._live.get(ended.rollout_id):
                 self._append(live, CallFinished(ended.call))
 
-    async def recover(self) -> Sequence[str]:
-        """End what ran when the last driver died; returns the ids of those rollouts, for `release_lost`."""
-        lost = [record async for record in self.records.all(Filter(ended=False))]
-        failure = Failure(
-            Cause.INFRASTRUCTURE, "DRIVER_RESTARTED", "the driver died while the rollout ran", True, Phase.QUEUED
-        )
-        for record in lost:
-            last = await self.records.last_sequence(record.rollout_id)
-            self._finish(record, last, Outcome(failure=replace(failure, phase=record.phase)), record.phase_times)
-        await self.records.flush()
-        return [record.rollout_id for record in lost]
+    async def recover(self) -> int:
+        """Begin to end what ran when the last driver died, and return how many rollouts that were.
 
-    async def release_lost(self, rollout_ids: Sequence[str]) -> None:
-        """Release the sandboxes and places at the gate that rollouts of the last driver held, found by their labels.
-
-        A service that is not there yet is tried again until it is.
+        Each is released first, found by its labels, and ended then, so that an ended rollout has no sandbox. If the
+        other services are not there for RELEASE_LIMIT_S, it is ended all the same, and says so.
         """
-        delay = _RELEASE_FIRST_S
-        for rollout_id in rollout_ids:
-            while True:
-                try:
-                    await self._sandboxes.delete_labelled(self._labels(rollout_id))
-                    await self._gate.close(rollout_id, "DRIVER_RESTARTED")
-                    break
-                except PenstockError as error:
-                    _log.warning("cannot release yet", rollout_id=rollout_id, error=repr(error))
-                    await asyncio.sleep(delay)
-                    delay = min(2 * delay, _RELEASE_MOST_S)
+        lost = [record async for record in self.records.all(Filter(ended=False))]
+        for record in lost:
+            self._recovering[record.rollout_id] = asyncio.Event()
+            self._own(self._end_lost(record))
+        return len(lost)
+
+    async def _end_lost(self, record: Record) -> None:
+        released = await self._release_lost(record.rollout_id)
+        if not released and self._closing:
+            return  # the next start takes it up again
+        sequence = await self.history.last_sequence(record.rollout_id)
+        if not released:
+            sequence += 1
+            event = Progress("the sandbox service or the gate could not be reached; leases end what is left there")
+            self.history.append(record.rollout_id, record.group_id, sequence, event, is_summary=False)
+        message = "the driver died while the rollout ran"
+        failure = Failure(Cause.INFRASTRUCTURE, "DRIVER_RESTARTED", message, True, record.phase)
+        self._finish(record, sequence, Outcome(failure=failure), record.phase_times)
+        await self.history.flush()
+        self._recovering.pop(record.rollout_id).set()
+
+    async def _release_lost(self, rollout_id: str) -> bool:
+        deadline, delay = asyncio.get_running_loop().time() + RELEASE_LIMIT_S, _RELEASE_FIRST_S
+        while asyncio.get_running_loop().time() < deadline and not self._closing:
+            try:
+                await self._sandboxes.delete_labelled(self._labels(rollout_id))
+                await self._gate.close(rollout_id, "DRIVER_RESTARTED")
+            except PenstockError as error:
+                _log.warning("cannot release yet", rollout_id=rollout_id, error=repr(error))
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, _RELEASE_MOST_S)
+            else:
+                return True
+        return False
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _labels(self, rollout_id: str) -> dict[str, str]:
         return {DRIVER_LABEL: self._instance_id, ROLLOUT_LABEL: rollout_id}
@@ -144,9 +167,7 @@ class Fleet:
         for record in records:
             live = self._admit(record, order, key)
             live.task = asyncio.ensure_future(self._conduct(live))
-            supervisor = asyncio.ensure_future(self._supervise(live, live.task))
-            self._supervisors.add(supervisor)
-            supervisor.add_done_callback(self._supervisors.discard)
+            self._own(self._supervise(live, live.task))
         if group:
             ids = frozenset(record.rollout_id for record in records)
             watch = GroupWatch(
@@ -154,7 +175,8 @@ class Fleet:
                 running=lambda: ids & self._live.keys(),
                 cancel=self._cancel_all,
             )
-            self._groups[group.group_id] = (watch, asyncio.ensure_future(self._watch_group(group.group_id, watch)))
+            self._groups[group.group_id] = watch
+            self._own(self._watch_group(group.group_id, watch))
 
     def check_room(self, count: int) -> None:
         """ResourceExhausted (ROLLOUT_LIMIT) when `count` more rollouts would be too many; Unavailable when stopping."""
@@ -186,11 +208,10 @@ class Fleet:
 
     async def wait(self, rollout_id: str, timeout_s: float | None) -> Record:
         """A rollout when it has ended, or as it stands after `timeout_s`."""
-        live = self._live.get(rollout_id)
-        if live is not None:
+        if ended := self._end_of(rollout_id):
             try:
                 async with asyncio.timeout(timeout_s):
-                    await live.ended.wait()
+                    await ended.wait()
             except TimeoutError:
                 pass
         return await self.get(rollout_id)
@@ -207,16 +228,20 @@ class Fleet:
 
     def is_running(self, rollout_id: str) -> bool:
         """Whether a rollout has not ended."""
-        return rollout_id in self._live
+        return self._end_of(rollout_id) is not None
+
+    def _end_of(self, rollout_id: str) -> asyncio.Event | None:
+        """What is set when a rollout ends; None when it has ended."""
+        live = self._live.get(rollout_id)
+        return live.ended if live else self._recovering.get(rollout_id)
 
     async def aclose(self) -> None:
         """Cancel what runs, as DRIVER_STOPPED, and wait until all of it is released."""
         self._closing = True
         await self._cancel_all(list(self._live), _STOPPED)
-        watches = [task for _, task in self._groups.values()]
-        if watches or self._supervisors:
-            await asyncio.wait([*watches, *self._supervisors])
-        await self.records.flush()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await self.history.flush()
         if self._calls:
             self._calls.cancel()
             await asyncio.wait([self._calls])
@@ -228,7 +253,7 @@ class Fleet:
 
         def enter(phase: Phase) -> None:
             course.enter(phase)
-            self.records.set_phase(record.rollout_id, phase)
+            self.history.set_phase(record.rollout_id, phase)
             record_event(PhaseChanged(phase))
 
         def record_event(event: Happening) -> None:
@@ -273,17 +298,17 @@ class Fleet:
             is_result=is_result,
             fork_kind=live.conductor.fork_kind,
         )
-        await self.records.flush()
+        await self.history.flush()
         del self._live[live.record.rollout_id]
         live.ended.set()
-        if live.record.group_id and (entry := self._groups.get(live.record.group_id)):
-            entry[0].ended(is_result=is_result)
+        if live.record.group_id and (watch := self._groups.get(live.record.group_id)):
+            watch.ended(is_result=is_result)
 
     def _append(self, live: _Live, event: Happening) -> None:
         live.sequence += 1
         is_summary = isinstance(event, PhaseChanged | Outcome)
         record = live.record
-        self.records.append(record.rollout_id, record.group_id, live.sequence, event, is_summary=is_summary)
+        self.history.append(record.rollout_id, record.group_id, live.sequence, event, is_summary=is_summary)
 
     def _finish(
         self,
@@ -296,8 +321,8 @@ class Fleet:
         fork_kind: int = 0,
     ) -> None:
         """Put the last event and the end in order."""
-        self.records.append(record.rollout_id, record.group_id, sequence + 1, outcome, is_summary=True)
-        self.records.end(
+        self.history.append(record.rollout_id, record.group_id, sequence + 1, outcome, is_summary=True)
+        self.history.end(
             record.rollout_id,
             record.group_id,
             self._encode_outcome(outcome),
@@ -308,13 +333,14 @@ class Fleet:
         )
 
     async def _cancel_all(self, rollout_ids: Collection[str], failure: Failure) -> None:
-        lives = [live for rollout_id in rollout_ids if (live := self._live.get(rollout_id))]
-        for live in lives:
-            if live.cancelled is None and live.task is not None:
+        ends = [end for rollout_id in rollout_ids if (end := self._end_of(rollout_id))]
+        for rollout_id in rollout_ids:
+            live = self._live.get(rollout_id)
+            if live and live.cancelled is None and live.task:
                 live.cancelled = live.conductor.cancel_failure = failure
                 live.task.cancel()
-        for live in lives:
-            await live.ended.wait()
+        for end in ends:
+            await end.wait()
 
     async def _watch_group(self, group_id: str, watch: GroupWatch) -> None:
         try:

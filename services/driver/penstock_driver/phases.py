@@ -16,7 +16,6 @@ from typing import Final, TypeVar
 import structlog
 
 from penstock_chassis.errors import (
-    DeadlineExceeded,
     FailedPrecondition,
     NotFound,
     PenstockError,
@@ -24,6 +23,7 @@ from penstock_chassis.errors import (
     Unavailable,
 )
 from penstock_driver import rewards
+from penstock_driver.endings import describe, failure_of, judge
 from penstock_driver.events import AgentEvent, EventKind, EventParser
 from penstock_driver.launches import Launch, Place, artifact_paths, plan_launch
 from penstock_driver.ports import (
@@ -54,10 +54,13 @@ from penstock_driver.rollouts import (
 )
 
 AGENT_PROCESS: Final = "agent"
+NAMELESS_MODEL: Final = "model"
+"""What the agent calls the model when its source gives no name, as a bare tokenizer does."""
 STDERR_TAIL_BYTES: Final = 4096
 WATCH_MARGIN_S: Final = 30.0
 """How much longer than the agent's own limit the driver waits for its exit before it calls the sandbox lost."""
 CLEAN_UP_S: Final = 60.0
+UNAVAILABLE_PATIENCE_S: Final = 10.0
 _RETRY_FIRST_S: Final = 0.2
 _RETRY_MOST_S: Final = 5.0
 
@@ -164,13 +167,13 @@ class Conductor:
     def _setup_failure(self, error: SetupFailed) -> RolloutFailed:
         if error.check:
             output = (error.check.result.stderr or error.check.result.stdout)[-500:].decode("utf-8", "replace")
-            message = f"the agent's check command failed ({_describe(error.check.result.exit)}): {output}"
+            message = f"the agent's check command failed ({describe(error.check.result.exit)}): {output}"
             return failed(Cause.INFRASTRUCTURE, "AGENT_CHECK_FAILED", message, self._phase)
         self._enter(Phase.SETTING_UP)
         commands = setup_commands(self._order)
         for report in error.reports:
             self._record(rewards.finished(Phase.SETTING_UP, report.index, commands[report.index], report.result))
-        ended = _describe(error.reports[-1].result.exit) if error.reports else "unknown"
+        ended = describe(error.reports[-1].result.exit) if error.reports else "unknown"
         message = f"setup command {len(error.reports)} of {len(commands)} failed: {ended}"
         return failed(Cause.TASK, "SETUP_FAILED", message, self._phase)
 
@@ -230,7 +233,7 @@ class Conductor:
             toolbox=prepared.toolbox.mount_path,
             base_url=f"http://127.0.0.1:{self._agent_port}{opening.base_paths[dialect]}",
             api_key=opening.token,
-            model=opening.model_name,
+            model=opening.model_name or NAMELESS_MODEL,
             rollout_id=self._id,
             wall_time_s=order.limits.agent_s,
         )
@@ -337,15 +340,17 @@ class Conductor:
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _retrying(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Repeat what failed for a passing reason, for as long as preparing may take (R51)."""
-        deadline = asyncio.get_running_loop().time() + self._order.limits.prepare_s
-        delay = _RETRY_FIRST_S
+        """Repeat what failed for a passing reason (R51): a full service for as long as preparing may take, one that
+        does not answer for UNAVAILABLE_PATIENCE_S, so that its absence is told soon."""
+        began, delay = asyncio.get_running_loop().time(), _RETRY_FIRST_S
         while True:
             try:
                 return await work()
             except (ResourceExhausted, Unavailable) as error:
                 wait = error.retry_after_s if error.retry_after_s is not None else delay
-                if asyncio.get_running_loop().time() + wait > deadline:
+                is_full = isinstance(error, ResourceExhausted)
+                patience = self._order.limits.prepare_s if is_full else UNAVAILABLE_PATIENCE_S
+                if asyncio.get_running_loop().time() + wait > began + patience:
                     raise
                 await asyncio.sleep(wait)
                 delay = min(2 * delay, _RETRY_MOST_S)
@@ -356,49 +361,3 @@ class Conductor:
 
     def _fail(self, failure: Failure) -> None:
         self._outcome = with_failure(self._outcome, failure)
-
-
-def judge(
-    end: Exit, closing: GateClosing, done: AgentEvent | None, success_codes: list[int], phase: Phase
-) -> Failure | None:
-    """What the agent's end means: None for a success (R59).
-
-    An exhausted budget explains whatever the agent made of it, so it comes first; an answer that never came explains
-    a bad exit; an agent that itself says that it failed did, whatever its code.
-    """
-    if end.reason is ExitReason.SANDBOX_LOST:
-        return Failure(Cause.INFRASTRUCTURE, "SANDBOX_LOST", end.message or "the sandbox was lost", True, phase)
-    if end.reason is ExitReason.START_FAILED:
-        message = f"the agent could not be started: {end.message}"
-        return Failure(Cause.INFRASTRUCTURE, "AGENT_START_FAILED", message, False, phase)
-    if end.reason is ExitReason.KILLED:
-        return Failure(Cause.INFRASTRUCTURE, "AGENT_KILLED", "somebody killed the agent", True, phase)
-    if closing.exhausted_budget:
-        return Failure(Cause.BUDGET, "BUDGET_EXHAUSTED", f"used up: {closing.exhausted_budget}", False, phase)
-    if end.reason is ExitReason.TIMED_OUT:
-        return Failure(Cause.TIMEOUT, "AGENT_TIMED_OUT", f"after {end.duration_s:.1f} s", False, phase)
-    said_failed = done is not None and done.data.get("failed") is True
-    if end.reason is ExitReason.EXITED and end.code in success_codes and not said_failed:
-        return None
-    if closing.unanswered:
-        message = f"{closing.unanswered} of {closing.calls} model calls got no answer, and the agent gave up"
-        return Failure(Cause.MODEL, "MODEL_CALL_FAILED", message, True, phase)
-    if said_failed:
-        return Failure(Cause.AGENT, "AGENT_REPORTED_FAILURE", f"reason: {done.data.get('reason')}", False, phase)  # type: ignore[union-attr]
-    if end.reason is ExitReason.OOM:
-        return Failure(Cause.AGENT, "AGENT_OUT_OF_MEMORY", "the kernel killed the agent for memory", False, phase)
-    return Failure(Cause.AGENT, "AGENT_CRASHED", f"the agent ended badly: {_describe(end)}", False, phase)
-
-
-def failure_of(error: PenstockError, phase: Phase) -> Failure:
-    """An error of another service as a failure: infrastructure, retriable if the error itself is of passing kind."""
-    retriable = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or error.reason == "SANDBOX_LOST"
-    return Failure(Cause.INFRASTRUCTURE, error.reason, error.message, retriable, phase)
-
-
-def _describe(end: Exit) -> str:
-    if end.reason is ExitReason.EXITED:
-        return f"exit code {end.code}"
-    if end.reason is ExitReason.SIGNALED:
-        return f"signal {end.signal}"
-    return f"{end.reason.value.lower().replace('_', ' ')}{': ' if end.message else ''}{end.message}"

@@ -53,13 +53,15 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run: `argv`, or `shell`, a text for the sandbox's shell. `timeout_s` None is none of its own."""
+    """What to run: `argv`, or `shell`, a text for the sandbox's shell. `user` empty is the sandbox's own; `timeout_s`
+    None is no limit of its own."""
 
     argv: tuple[str, ...] = ()
     shell: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     secret_env: Mapping[str, str] = field(default_factory=dict)
     cwd: str = ""
+    user: str = ""
     timeout_s: float | None = None
 
 

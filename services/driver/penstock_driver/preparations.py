@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Generic, TypeVar
 
 from penstock_chassis.errors import FailedPrecondition
@@ -24,19 +24,26 @@ from penstock_driver.ports import (
     SandboxTerms,
     SnapshotOrder,
 )
-from penstock_driver.rollouts import Cause, Phase, RolloutOrder, failed
+from penstock_driver.rollouts import TAIL_BYTES, Cause, Phase, RolloutOrder, failed
 
 CHECK_TIMEOUT_S: Final = 120.0
 """For an agent's check command: a native program's first start reads hundreds of megabytes."""
+
+KEPT: Final = 4096
+"""Prepared states that the driver remembers: the sandbox service finds older ones by their content."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
 class SingleFlight(Generic[K, V]):
-    """Results of work by key; the work for a key runs once at a time, and its result is kept until forgotten."""
+    """Results of work by key; the work for a key runs once at a time, and its result is kept until forgotten.
 
-    def __init__(self) -> None:
+    At most `keep` results are kept, the newest ones: what was dropped is made again when it is asked for.
+    """
+
+    def __init__(self, keep: int = KEPT) -> None:
+        self._keep = keep
         self._tasks: dict[K, asyncio.Task[V]] = {}
         self._waiting: dict[K, int] = {}
 
@@ -46,6 +53,10 @@ class SingleFlight(Generic[K, V]):
         if task is None:
             task = self._tasks[key] = asyncio.ensure_future(_run(work))
             task.add_done_callback(lambda done: self._drop_failed(key, done))
+            if len(self._tasks) > self._keep:
+                oldest = next((old for old, other in self._tasks.items() if other.done()), None)
+                if oldest is not None:
+                    del self._tasks[oldest]
         self._waiting[key] = self._waiting.get(key, 0) + 1
         try:
             return await asyncio.shield(task)
@@ -165,12 +176,9 @@ def setup_commands(order: RolloutOrder) -> tuple[Command, ...]:
     """The task's setup commands with the task's environment, each bounded by the setup limit."""
     limit = order.limits.setup_s
     return tuple(
-        Command(
-            argv=command.argv,
-            shell=command.shell,
+        replace(
+            command,
             env={**order.task.env, **command.env},
-            secret_env=command.secret_env,
-            cwd=command.cwd,
             timeout_s=limit if command.timeout_s is None else min(limit, command.timeout_s),
         )
         for command in order.task.setup
@@ -178,4 +186,14 @@ def setup_commands(order: RolloutOrder) -> tuple[Command, ...]:
 
 
 def _of_task(reports: list[CommandReport], checks: int) -> tuple[CommandReport, ...]:
-    return tuple(CommandReport(report.index - checks, report.result) for report in reports if report.index >= checks)
+    """The reports of the task's own commands, cut to the tails that events carry: they are kept."""
+    return tuple(
+        CommandReport(
+            report.index - checks,
+            replace(
+                report.result, stdout=report.result.stdout[-TAIL_BYTES:], stderr=report.result.stderr[-TAIL_BYTES:]
+            ),
+        )
+        for report in reports
+        if report.index >= checks
+    )

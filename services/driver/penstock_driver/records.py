@@ -1,29 +1,21 @@
-"""What the driver remembers of rollouts and groups, and their events: all of it in the journal.
+"""What the driver remembers of rollouts, groups and the requests that made them: rows of the journal.
 
-Invariants: an event has the rollout's next sequence number from the moment it is appended, and is shown to watchers
-only after it is on disk, so a number never changes its meaning, a kill -9 included; events of all rollouts are written
-in one order, `position`, by which a watcher of many rollouts resumes; one writer drains what has gathered, so that a
-burst of events is one commit. Watchers read from the journal: a slow one costs no memory.
-
-Specs, events and outcomes are kept as bytes in the wire's form, made by the encoder that the service brings.
+Specs and outcomes are kept as bytes in the wire's form; `history` keeps the events and writes how rollouts end.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from sqlite3 import IntegrityError, Row
-from typing import Final, TypeAlias
+from typing import Final
 
 import structlog
 
 from penstock_chassis.errors import AlreadyExists, NotFound
 from penstock_chassis.journal import Journal, SqlValue, Statement
-from penstock_driver.rollouts import Happening, Phase
+from penstock_driver.rollouts import Phase
 
 MIGRATION: Final = """
 CREATE TABLE driver (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -103,29 +95,11 @@ class Filter:
     agent: str | None = None
 
 
-Encode: TypeAlias = Callable[[str, int, float, Happening], bytes]
-"""(rollout id, sequence, time since the epoch, event) to the event in the wire's form."""
-
-
 class Records:
-    """The driver's memory. `aclose()` writes what is pending."""
+    """Rollouts, groups and the requests that made them."""
 
-    def __init__(self, journal: Journal, encode: Encode) -> None:
+    def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._encode = encode
-        self._pending: list[Statement] = []
-        self._touched: set[str] = set()
-        self._flushes: list[asyncio.Future[None]] = []
-        self._signals: dict[str, set[asyncio.Event]] = {}
-        self._wake = asyncio.Event()
-        self._closing = False
-        self._writer = asyncio.ensure_future(self._write())
-
-    async def aclose(self) -> None:
-        """Write what is pending and stop."""
-        self._closing = True
-        self._wake.set()
-        await asyncio.shield(self._writer)
 
     async def instance_id(self, proposal: str) -> str:
         """The lasting identity of this driver: the proposal of its first start."""
@@ -165,121 +139,6 @@ class Records:
         except IntegrityError as error:
             message = "the request_id or an identifier was used before: identifiers are used once"
             raise AlreadyExists(message, reason="ROLLOUT_EXISTS") from error
-
-    # Events -----------------------------------------------------------------------------------------------------------
-
-    def append(
-        self, rollout_id: str, group_id: str | None, sequence: int, event: Happening, *, is_summary: bool
-    ) -> None:
-        """Put an event in order; it is on disk, and seen by watchers, a moment later."""
-        payload = self._encode(rollout_id, sequence, time.time(), event)
-        self._pending.append(
-            (
-                "INSERT INTO events (rollout_id, group_id, sequence, is_summary, payload) VALUES (?, ?, ?, ?, ?)",
-                (rollout_id, group_id, sequence, is_summary, payload),
-            )
-        )
-        self._touch(rollout_id, group_id)
-
-    def set_phase(self, rollout_id: str, phase: Phase) -> None:
-        """Put a change of phase in order."""
-        self._pending.append(("UPDATE rollouts SET phase = ? WHERE rollout_id = ?", (int(phase), rollout_id)))
-        self._wake.set()
-
-    async def last_sequence(self, rollout_id: str) -> int:
-        """The newest sequence number of a rollout that is on disk, 0 for none."""
-        rows = await self._journal.query("SELECT MAX(sequence) FROM events WHERE rollout_id = ?", (rollout_id,))
-        return rows[0][0] or 0
-
-    def end(
-        self,
-        rollout_id: str,
-        group_id: str | None,
-        outcome: bytes,
-        phase_times: Mapping[Phase, float],
-        *,
-        is_result: bool,
-        fork_kind: int,
-        last_sequence: int,
-    ) -> None:
-        """Put the end of a rollout in order, behind its events."""
-        self._pending.append((
-            "UPDATE rollouts SET phase = ?, end_time = ?, phase_times = ?, outcome = ?, is_result = ?, fork_kind = ?,"
-            " last_sequence = ? WHERE rollout_id = ?",
-            (
-                int(Phase.ENDED), time.time(), _dump_times(phase_times), outcome, is_result, fork_kind, last_sequence,
-                rollout_id,
-            ),
-        ))  # fmt: skip
-        self._touch(rollout_id, group_id)
-
-    def _touch(self, rollout_id: str, group_id: str | None) -> None:
-        self._touched.add(rollout_id)
-        if group_id:
-            self._touched.add(group_id)
-        self._wake.set()
-
-    async def flush(self) -> None:
-        """Return when everything that was put in order before is on disk."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._flushes.append(done)
-        self._wake.set()
-        await done
-
-    @contextmanager
-    def signal(self, resource_id: str) -> Iterator[asyncio.Event]:
-        """An event that is set whenever something of a rollout or a group was written; the watcher clears it."""
-        signal = asyncio.Event()
-        self._signals.setdefault(resource_id, set()).add(signal)
-        try:
-            yield signal
-        finally:
-            self._signals[resource_id].discard(signal)
-            if not self._signals[resource_id]:
-                del self._signals[resource_id]
-
-    async def events(self, rollout_id: str, after: int) -> list[tuple[int, bytes]]:
-        """Up to PAGE events of a rollout after a sequence number, as (sequence, payload)."""
-        rows = await self._journal.query(
-            "SELECT sequence, payload FROM events WHERE rollout_id = ? AND sequence > ? ORDER BY sequence LIMIT ?",
-            (rollout_id, after, PAGE),
-        )
-        return [(row[0], row[1]) for row in rows]
-
-    async def group_events(
-        self, group_id: str, after_position: int, *, summary: bool
-    ) -> list[tuple[int, str, int, bytes]]:
-        """Up to PAGE events of a group's rollouts after a position, as (position, rollout id, sequence, payload)."""
-        rows = await self._journal.query(
-            "SELECT position, rollout_id, sequence, payload FROM events WHERE group_id = ? AND position > ?"
-            " AND is_summary >= ? ORDER BY position LIMIT ?",
-            (group_id, after_position, summary, PAGE),
-        )
-        return [(row[0], row[1], row[2], row[3]) for row in rows]
-
-    async def _write(self) -> None:
-        """Write what has gathered, again and again; a journal that fails ends the driver's work loudly."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            statements, self._pending = self._pending, []
-            touched, self._touched = self._touched, set()
-            flushes, self._flushes = self._flushes, []
-            try:
-                if statements:
-                    await self._journal.write(statements)
-            except Exception as error:
-                _log.exception("the journal cannot be written")
-                for flush in flushes:
-                    flush.set_exception(error)
-                raise
-            for flush in flushes:
-                flush.set_result(None)
-            for resource_id in touched:
-                for signal in self._signals.get(resource_id, ()):
-                    signal.set()
-            if self._closing and not self._pending and not self._flushes:
-                return
 
     # Reading ----------------------------------------------------------------------------------------------------------
 
@@ -412,7 +271,3 @@ def _group(row: Row) -> GroupRecord:
         create_time=row["create_time"],
         rollout_ids=tuple(json.loads(row["rollout_ids"])),
     )
-
-
-def _dump_times(times: Mapping[Phase, float]) -> str:
-    return json.dumps({phase.name: round(seconds, 6) for phase, seconds in times.items()})

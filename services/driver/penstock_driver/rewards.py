@@ -20,12 +20,11 @@ import orjson
 from penstock_chassis.errors import FailedPrecondition, NotFound
 from penstock_driver.launches import FileToWrite
 from penstock_driver.ports import Command, CommandResult, ExitReason, Sandboxes
-from penstock_driver.rollouts import Cause, CommandFinished, Phase, Reward, RolloutFailed, Verifier, failed
+from penstock_driver.rollouts import TAIL_BYTES, Cause, CommandFinished, Phase, Reward, RolloutFailed, Verifier, failed
 
 REWARD_VARIABLE: Final = "PENSTOCK_REWARD_FILE"
 MAX_REWARD_BYTES: Final = 64 << 10
 MAX_COMPONENTS: Final = 256
-TAIL_BYTES: Final = 4096
 OUTPUT_LIMIT: Final = 2 * TAIL_BYTES
 
 

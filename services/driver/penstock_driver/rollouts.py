@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from penstock_driver.events import AgentEvent
 from penstock_driver.launches import AgentChoice, FileToWrite
@@ -153,6 +153,9 @@ class RolloutOrder:
     run_id: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
 
+
+TAIL_BYTES: Final = 4096
+"""How much of the end of each of a command's outputs its event carries."""
 
 # Events ---------------------------------------------------------------------------------------------------------------
 

@@ -266,10 +266,10 @@ class Dispatcher:
             self._hold(rollout, session.id)
         return sum(rollout.totals.open - len(rollout.queued) for rollout in session.lane.rollouts.values())
 
-    def resume(self, session: Session) -> None:
-        """Lets go of what this session held back, if it did."""
+    def resume(self, session: Session) -> bool:
+        """Lets go of what this session held back; False when it held nothing."""
         if session.id not in session.lane.paused_by:
-            return
+            return False
         session.lane.paused_by.discard(session.id)
         self._deadlines.drop(("pause", session.id))
         session.tell_resumed()
@@ -280,6 +280,7 @@ class Dispatcher:
                     self._listener.rollout_released(rollout)
                     for call in list(rollout.queued.values()):
                         self.offer(call)
+        return True
 
     def pause_over(self, session_id: str) -> None:
         """A pause ran out."""

@@ -65,7 +65,8 @@ class Outbox:
     calls: list[Call] = field(default_factory=list)
     cancelled: dict[str, list[str]] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
-    resumed: bool = False
+    # In order: the open calls at the moment of a pause, None for its end.
+    pauses: list[int | None] = field(default_factory=list)
 
 
 class Session:
@@ -123,9 +124,14 @@ class Session:
         self._outbox.closed.append(rollout_id)
         self._wake.set()
 
+    def tell_paused(self, open_calls: int) -> None:
+        """Says that nothing is leased any more; what was leased before is told before."""
+        self._outbox.pauses.append(open_calls)
+        self._wake.set()
+
     def tell_resumed(self) -> None:
         """Says that calls flow again."""
-        self._outbox.resumed = True
+        self._outbox.pauses.append(None)
         self._wake.set()
 
     def end(self) -> None:

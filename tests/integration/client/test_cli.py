@@ -7,13 +7,16 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
+from aiohttp import web
 
 from penstock.client.endpoints import write_connection
 from penstock.client.stack import LocalStack
 
+SECRET = "sk-test '$(leak)"
 TASK_FILE = """
 task_id: copy-note
 instruction: Copy note.txt to out.txt
@@ -125,6 +128,52 @@ async def test_a_key_is_taken_from_the_environment_and_never_from_the_command_li
     assert code == 2 and "NOT_SET" in err
 
 
+async def test_an_upstream_answers_with_the_key_from_the_environment_and_no_service_needs_to_run(
+    task_file: Path, tmp_path: Path
+) -> None:
+    """R11: the key goes to the address that it was given for; without services the command starts its own."""
+    asked: list[tuple[str | None, Any]] = []
+
+    async def complete(request: web.Request) -> web.Response:
+        asked.append((request.headers.get("Authorization"), await request.json()))
+        command = {"name": "bash", "arguments": orjson.dumps({"command": "cp note.txt out.txt"}).decode()}
+        call = {"id": "c1", "type": "function", "function": command}
+        first = len(asked) == 1
+        message = {"role": "assistant", "content": None if first else "ok", **({"tool_calls": [call]} if first else {})}
+        return web.json_response(
+            {
+                "id": "x",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "some-model",
+                "choices": [{"index": 0, "message": message, "finish_reason": "tool_calls" if first else "stop"}],
+                "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+            }
+        )
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", complete)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    try:
+        code, out, err = await penstock(
+            "rollout", "--agent", "shell", "--task", str(task_file), "--upstream", f"http://{host}:{port}/v1",
+            "--model", "some-model", "--api-key-env", "MY_KEY", "--state-dir", str(tmp_path / "state"),
+            environment={"MY_KEY": SECRET}, cwd=tmp_path,
+        )  # fmt: skip
+    finally:
+        await runner.cleanup()
+    assert code == 0, (out, err)
+    assert "services of this command's own" in err and "reward 1" in out
+    assert [key for key, _ in asked] == [f"Bearer {SECRET}"] * 2
+    assert {body["model"] for _, body in asked} == {"some-model"}
+    for written in [*(tmp_path / "runs").rglob("*"), *(tmp_path / "state").rglob("*")]:
+        assert not written.is_file() or SECRET.encode() not in written.read_bytes(), written
+
+
 async def test_an_interrupted_rollout_is_cancelled_and_exits_130(connection: dict[str, str], tmp_path: Path) -> None:
     """R70: an interrupt leaves nothing running."""
     slow = tmp_path / "slow.yaml"
@@ -172,8 +221,17 @@ async def test_agents_are_listed_shown_checked_and_registered(connection: dict[s
     assert code == 0 and "ok" in out, (out, err)
     spec = tmp_path / "mine.yaml"
     spec.write_text(
-        "name: mine\nversion: '1'\nargv: [sh, -c, 'cat > /dev/null']\ncheck_argv: ['true']\n"
-        "instruction: {method: stdin}\nenv: {URL: '{{base_url}}', KEY: '{{api_key}}'}\ndialects: [chat_completions]\nevents: {source: none}\ndefault_timeout_s: 30\n"
+        """
+name: mine
+version: "1"
+argv: [sh, -c, "cat > /dev/null"]
+check_argv: ["true"]
+instruction: {method: stdin}
+env: {URL: "{{base_url}}", KEY: "{{api_key}}"}
+dialects: [chat_completions]
+events: {source: none}
+default_timeout_s: 30
+"""
     )
     code, out, err = await penstock("agents", "register", str(spec), environment=connection)
     assert code == 0 and "registered mine 1" in out, (out, err)

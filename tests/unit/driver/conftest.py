@@ -13,6 +13,7 @@ from penstock.driver.v1 import rollout_pb2
 from penstock_chassis.journal import Journal
 from penstock_driver.app import MIGRATIONS
 from penstock_driver.fleet import Fleet, new_id, new_records
+from penstock_driver.history import History
 from penstock_driver.launches import AgentChoice
 from penstock_driver.ports import Command, SandboxTerms
 from penstock_driver.records import Record, Records
@@ -32,6 +33,7 @@ class Driver:
 
     fleet: Fleet
     records: Records
+    history: History
     registry: AgentRegistry
     sandboxes: Directories
     gate: HttpGate
@@ -70,7 +72,7 @@ class Driver:
 
     async def events(self, rollout_id: str) -> list[rollout_pb2.RolloutEvent]:
         """All events of a rollout."""
-        return [rollout_pb2.RolloutEvent.FromString(payload) for _, payload in await self.records.events(rollout_id, 0)]
+        return [rollout_pb2.RolloutEvent.FromString(payload) for _, payload in await self.history.events(rollout_id, 0)]
 
 
 @pytest.fixture
@@ -83,9 +85,10 @@ async def gate() -> AsyncIterator[HttpGate]:
 async def driver(tmp_path: Path, gate: HttpGate) -> AsyncIterator[Driver]:
     async with await Journal.open(tmp_path / "driver.db", MIGRATIONS) as journal:
         sandboxes = Directories(tmp_path / "boxes")
-        records = Records(journal, encode_event)
+        records, history = Records(journal), History(journal, encode_event)
         fleet = Fleet(
             records,
+            history,
             sandboxes,
             gate,
             instance_id=await records.instance_id("d1"),
@@ -94,7 +97,7 @@ async def driver(tmp_path: Path, gate: HttpGate) -> AsyncIterator[Driver]:
             max_queued=100,
             agent_port=gate.port,
         )
-        yield Driver(fleet, records, await AgentRegistry.open(journal), sandboxes, gate)
+        yield Driver(fleet, records, history, await AgentRegistry.open(journal), sandboxes, gate)
         await fleet.aclose()
-        await records.aclose()
+        await history.aclose()
         assert not sandboxes.boxes, "a sandbox was left behind"

@@ -288,12 +288,11 @@ async def test_after_a_restart_what_ran_is_ended_and_released(driver: Driver) ->
     labels = {"penstock_driver": "d1", "penstock_rollout": record.rollout_id}
     driver.sandboxes._new(labels)
     driver.sandboxes._new({"penstock_driver": "another"})
-    lost = await driver.fleet.recover()
-    assert list(lost) == [record.rollout_id]
     driver.sandboxes.fail["delete_labelled"] = [Unavailable("not yet", reason="SANDBOX_UNREACHABLE")]
-    await driver.fleet.release_lost(lost)
-    assert [box.labels for box in driver.sandboxes.boxes.values()] == [{"penstock_driver": "another"}]
+    assert await driver.fleet.recover() == 1
+    assert driver.fleet.is_running(record.rollout_id)
     outcome = await driver.outcome(record)
+    assert [box.labels for box in driver.sandboxes.boxes.values()] == [{"penstock_driver": "another"}]
     assert failure(outcome) == ("INFRASTRUCTURE", "DRIVER_RESTARTED")
     assert outcome.failure.retriable
     events = await driver.events(record.rollout_id)
@@ -311,7 +310,7 @@ async def test_a_rollouts_model_calls_are_told_among_its_events(driver: Driver) 
     call = trajectory_pb2.Call(call_id="c1", rollout_id=record.rollout_id)
     driver.gate.ended_calls.put_nowait(CallEnded("another", b""))
     driver.gate.ended_calls.put_nowait(CallEnded(record.rollout_id, call.SerializeToString()))
-    with driver.records.signal(record.rollout_id) as signal:
+    with driver.history.signal(record.rollout_id) as signal:
         while not driver.gate.ended_calls.empty():
             await signal.wait()
     driver.gate.hold.set()

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock_driver.events import MAX_LINE_BYTES, MAX_RAW_BYTES, AgentEvent, EventKind, EventParser, EventRule
+from penstock_driver.events import (
+    MAX_LINE_BYTES,
+    MAX_RAW_BYTES,
+    AgentEvent,
+    EventKind,
+    EventParser,
+    EventRule,
+    compiled,
+    evaluator,
+    search,
+)
 from penstock_driver.registry import built_in_specs
 
 SPECS = {spec.name: spec for spec in built_in_specs()}
@@ -62,6 +72,20 @@ def test_a_rule_that_does_not_fit_the_line_is_no_error() -> None:
     rule = EventRule(when="contains(a, 'x')", kind=EventKind.DONE)
     parser = EventParser((rule,))
     assert [event.kind for event in parser.feed(b'{"a": 3}\n{"a": "x"}\n')] == [EventKind.OTHER, EventKind.DONE]
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3), st.just("say")),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(["type", "a"]), inner)),
+)
+
+
+@settings(max_examples=40)
+@given(value=JSON)
+def test_the_direct_evaluation_of_an_expression_is_jmespaths_own(value: object) -> None:
+    """R71: the short cut for plain rules changes no result."""
+    for expression in ("type", "type == 'say'", "a.type", "type == a", "a == 'say' && type == 'say'", "a == `1`"):
+        assert evaluator(expression)(value) == search(compiled(expression), value)
 
 
 def test_the_lines_of_the_real_agents_are_understood() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import model
 import tasks
-from learner import Learner, Row, advantages
+from learner import WARM_CHUNK, Learner, Row, advantages
 from penstock_codec import Codec
 from penstock_inference.engines.base import Done, EngineOptions, GenerateRequest, Sampling
 from penstock_inference.engines.numpy import NumpyEngine
@@ -69,6 +69,21 @@ def test_the_same_seed_and_rows_give_the_same_weights(codec: Codec) -> None:
         learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed=11)
         learner.update([_row(learner, advantage, seed) for seed, advantage in enumerate((1.0, -1.0, 0.5))])
         ends.append(learner.weights())
+    assert all(np.array_equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+def test_a_cached_warm_start_leaves_the_learner_where_a_fresh_one_does(
+    codec: Codec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is repeated by its seed, the second time from the cache."""
+    monkeypatch.setattr("learner.WARM_STEPS", WARM_CHUNK)
+    ends, said = [], list[str]()
+    for _ in range(2):
+        learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed=5)
+        learner.warm_start(tasks.Corpus(codec), tmp_path, said.append)
+        learner.update([_row(learner, 1.0 - seed, seed) for seed in range(20)])
+        ends.append(learner.weights())
+    assert len(said) == 1
     assert all(np.array_equal(value, ends[1][name]) for name, value in ends[0].items())
 
 

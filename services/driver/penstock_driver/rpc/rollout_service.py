@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service_pb2_grpc
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Violation
+from penstock_chassis.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Violation
 from penstock_driver.fleet import Fleet, new_id, new_records
 from penstock_driver.preflight import Preflight
 from penstock_driver.records import Filter, GroupRecord, Record
@@ -43,6 +43,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     def __init__(self, fleet: Fleet, registry: AgentRegistry, preflight: Preflight, gate: Captures) -> None:
         self._fleet = fleet
         self._records = fleet.records
+        self._history = fleet.history
         self._registry = registry
         self._preflight = preflight
         self._gate = gate
@@ -63,9 +64,10 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             await self._preflight.check(order)
             shown = as_applied(request.spec, order).SerializeToString()
             records = new_records(order, shown, [rollout_id])
-            await self._records.create(request_id, digest, records)
-            self._fleet.start(order, preparation_key(request.spec), records)
-            known = rollout_id
+            known = await self._remember(request_id, digest, records)
+            if known is None:
+                self._fleet.start(order, preparation_key(request.spec), records)
+                known = rollout_id
         return rollout_service_pb2.CreateRolloutResponse(rollout=rollout_to_proto(await self._fleet.get(known)))
 
     async def GetRollout(  # noqa: N802
@@ -93,11 +95,11 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Past events from the journal, then new ones as they are written there."""
         await self._records.get(request.rollout_id)
         after = request.after_sequence
-        with self._records.signal(request.rollout_id) as signal:
+        with self._history.signal(request.rollout_id) as signal:
             while True:
                 signal.clear()
                 has_ended = not self._fleet.is_running(request.rollout_id)
-                page = await self._records.events(request.rollout_id, after)
+                page = await self._history.events(request.rollout_id, after)
                 for sequence, payload in page:
                     event = rollout_pb2.RolloutEvent.FromString(payload)
                     yield rollout_service_pb2.WatchRolloutResponse(event=event)
@@ -148,12 +150,12 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             self._fleet.check_room(count)
             await self._preflight.check(order)
             shown = as_applied(request.spec, order).SerializeToString()
-            known = _chosen_id(request.group_id, "group_id") or new_id("g")
-            ids = tuple(f"{known}-{index}" for index in range(count))
-            records = new_records(order, shown, ids, known)
+            group_id = _chosen_id(request.group_id, "group_id") or new_id("g")
+            ids = tuple(f"{group_id}-{index}" for index in range(count))
+            records = new_records(order, shown, ids, group_id)
             stragglers = request.stragglers
             group = GroupRecord(
-                group_id=known,
+                group_id=group_id,
                 run_id=order.run_id,
                 spec=shown,
                 size=request.size,
@@ -163,8 +165,10 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                 create_time=time.time(),
                 rollout_ids=ids,
             )
-            await self._records.create(request_id, digest, records, group)
-            self._fleet.start(order, preparation_key(request.spec), records, group)
+            known = await self._remember(request_id, digest, records, group)
+            if known is None:
+                self._fleet.start(order, preparation_key(request.spec), records, group)
+                known = group_id
         return rollout_service_pb2.CreateGroupResponse(group=await self._group(known))
 
     async def GetGroup(  # noqa: N802
@@ -188,11 +192,11 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         """The events of all of a group's rollouts, in the order in which they were written."""
         group = await self._records.group(request.group_id)
         position = 0
-        with self._records.signal(group.group_id) as signal:
+        with self._history.signal(group.group_id) as signal:
             while True:
                 signal.clear()
                 has_ended = not any(self._fleet.is_running(rollout_id) for rollout_id in group.rollout_ids)
-                page = await self._records.group_events(group.group_id, position, summary=request.summary)
+                page = await self._history.group_events(group.group_id, position, summary=request.summary)
                 for position, rollout_id, sequence, payload in page:  # noqa: B007 - the next page begins there
                     if sequence > request.after_sequences.get(rollout_id, 0):
                         event = rollout_pb2.RolloutEvent.FromString(payload)
@@ -268,6 +272,19 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                 yield rollout_service_pb2.ExportTrajectoriesResponse(trajectory=bare, outcome=outcome)
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    async def _remember(
+        self, request_id: str, digest: str, records: Sequence[Record], group: GroupRecord | None = None
+    ) -> str | None:
+        """None when the new rollouts are remembered; what the same request made, when it came twice at once."""
+        try:
+            await self._records.create(request_id, digest, records, group)
+        except AlreadyExists:
+            known = await self._records.known_request(request_id, digest)
+            if known is None:
+                raise
+            return known
+        return None
 
     async def _trajectory(self, record: Record, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
         is_first = True

@@ -69,6 +69,7 @@ def command_from_proto(command: process_service_pb2.Command) -> Command:
         env=dict(command.env),
         secret_env=dict(command.secret_env),
         cwd=command.cwd,
+        user=command.user,
         timeout_s=duration_to_seconds(command.timeout) if command.HasField("timeout") else None,
     )
 
@@ -76,7 +77,7 @@ def command_from_proto(command: process_service_pb2.Command) -> Command:
 def command_to_proto(command: Command, *, with_secrets: bool = True) -> process_service_pb2.Command:
     """A command for the sandbox service or, without the values of its secrets, for whoever reads events."""
     secrets = command.secret_env if with_secrets else dict.fromkeys(command.secret_env, "")
-    wire = process_service_pb2.Command(env=command.env, secret_env=secrets, cwd=command.cwd)
+    wire = process_service_pb2.Command(env=command.env, secret_env=secrets, cwd=command.cwd, user=command.user)
     if command.argv:
         wire.argv.args.extend(command.argv)
     else:

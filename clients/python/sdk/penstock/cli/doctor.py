@@ -239,7 +239,10 @@ def _reachable(program: Path) -> Iterator[Path]:
         copy = Path(folder) / package.name / program.parent.name
         copy.mkdir(parents=True)
         shutil.copytree(libraries, Path(folder) / libraries.name)
-        yield Path(shutil.copy(program, copy))
+        shutil.copy(program, copy)
+        for place in Path(folder).rglob("*"):  # whatever our umask is
+            place.chmod(0o755)
+        yield copy / program.name
 
 
 def _writable_controllers() -> set[str]:

@@ -1,14 +1,15 @@
 """Agent specs from YAML to their proto, guided by the proto's own descriptors.
 
-Names are the proto's. For people: enums are lower-case words (`stdin`), durations are seconds in a key that ends in
-`_s` (`default_timeout_s`), and a file of the toolbox may be given `from` a file beside the spec. What the spec means is
-the driver's business, which checks it when it is registered.
+Names are the proto's. For people: enums are lower-case words (`stdin`; an event rule's `ignored` makes no event),
+durations are seconds in a key that ends in `_s` (`default_timeout_s`), an option's `default` is its `default_value`,
+and a file of the toolbox may be given `from` a file beside the spec. What the spec means is the driver's business,
+which checks it when it is registered.
 """
 
 import base64
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
@@ -17,7 +18,9 @@ from google.protobuf.json_format import ParseDict, ParseError
 from penstock.client.errors import InvalidArgument, Violation
 from penstock.driver.v1 import agent_pb2
 
-_FREE = ("google.protobuf.Struct", "google.protobuf.Value", "google.protobuf.ListValue")
+_SHORT_NAMES: Final = {"default": "default_value"}
+_WORDS_FOR_ZERO: Final = {"AgentEventKind": "ignored"}
+_FREE: Final = ("google.protobuf.Struct", "google.protobuf.Value", "google.protobuf.ListValue")
 
 
 def load_spec(path: Path) -> agent_pb2.AgentSpec:
@@ -64,8 +67,9 @@ def _field(descriptor: Descriptor, key: Any, place: str) -> tuple[str, FieldDesc
     fields = descriptor.fields_by_name
     if key == "from" and "content" in fields:
         return "content", fields["content"]
-    if key in fields:
-        return key, fields[key]
+    name = _SHORT_NAMES.get(key, key)
+    if name in fields:
+        return name, fields[name]
     stem = str(key).removesuffix("_s")
     if stem != key and stem in fields and _full_name(fields[stem]) == "google.protobuf.Duration":
         return stem, fields[stem]
@@ -98,6 +102,8 @@ def _single(field: FieldDescriptor, value: Any, where: str, base: Path) -> Any:
 
 
 def _word(enum: EnumDescriptor, value: Any, where: str) -> str:
+    if value == _WORDS_FOR_ZERO.get(enum.name):
+        return enum.values[0].name
     prefix = enum.values[0].name.removesuffix("UNSPECIFIED")
     name = prefix + str(value).upper()
     if name not in enum.values_by_name or name.endswith("_UNSPECIFIED"):

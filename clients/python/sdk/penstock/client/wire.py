@@ -35,11 +35,11 @@ def number(enum: Any, value: str, prefix: str) -> Any:
     Raises:
         InvalidArgument: there is no such word; lists those that there are.
     """
-    name = prefix + str(value).upper()
-    if name not in enum.keys():  # noqa: SIM118 - an enum wrapper is no mapping
-        known = ", ".join(key.removeprefix(prefix).lower() for key in enum.keys() if not key.endswith("_UNSPECIFIED"))  # noqa: SIM118
-        raise InvalidArgument(f"{value!r} is none of {known}", reason="ENUM_VALUE")
-    return enum.Value(name)
+    try:
+        return enum.Value(prefix + str(value).upper())
+    except ValueError:
+        words = [name.removeprefix(prefix).lower() for name, number in enum.items() if number]
+        raise InvalidArgument(f"{value!r} is none of {', '.join(words)}", reason="ENUM_VALUE") from None
 
 
 def optional(message: ProtoMessage, name: str) -> Any:

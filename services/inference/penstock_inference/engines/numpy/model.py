@@ -315,14 +315,13 @@ def _check_tensors(
             misshapen.append(Violation(name, f"has shape {tuple(tensor.shape)}, the model's is {shapes[name]}"))
         elif not bool(np.isfinite(tensor).all()):
             infinite.append(Violation(name, "holds a value that is not finite"))
-    for reason, violations in (
-        ("TENSOR_MISSING", missing),
-        ("TENSOR_UNKNOWN", unknown),
-        ("TENSOR_SHAPE", misshapen),
-        ("TENSOR_NOT_FINITE", infinite),
+    for kind, reason, violations in (
+        (FailedPrecondition, "TENSOR_MISSING", missing),
+        (FailedPrecondition, "TENSOR_UNKNOWN", unknown),
+        (FailedPrecondition, "TENSOR_SHAPE", misshapen),
+        (InvalidArgument, "TENSOR_NOT_FINITE", infinite),
     ):
         if violations:
-            kind = InvalidArgument if violations is infinite else FailedPrecondition
             first = f"{violations[0].field} {violations[0].description}"
             raise kind(f"the weights do not fit the model: {first}", reason=reason, violations=violations)
 

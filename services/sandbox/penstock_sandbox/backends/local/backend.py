@@ -436,6 +436,7 @@ done
 echo trial > /workspace/trial && echo trial > "$HOME/trial" || echo "files cannot be written"
 : 2>/dev/null > /usr/trial && echo "the host's programs can be written"
 [ -e /sys/kernel ] && echo "/sys is visible"
+[ -e /proc/1/root/usr ] && echo "the first process can be traced"
 exit 0
 """
 

@@ -30,7 +30,7 @@ class InferenceServiceStub(object):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
     """
 
     def __init__(self, channel):
@@ -146,7 +146,7 @@ class InferenceServiceServicer(object):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
     """
 
     def GetInfo(self, request, context):
@@ -419,7 +419,7 @@ class InferenceService(object):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
     """
 
     @staticmethod

@@ -31,7 +31,7 @@ class InferenceServiceStub:
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
     """
 
     @_typing.overload
@@ -106,7 +106,7 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -177,7 +177,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_STARTING, DRAINING) with RetryInfo.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
     """
 
     @_abc_1.abstractmethod

@@ -136,7 +136,7 @@ class RolloutGateServiceServicer(object):
     def WatchCalls(self, request, context):
         """The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is
         closed.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), OUT_OF_RANGE (SEQUENCE_UNKNOWN: older than what is kept).
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -64,7 +64,7 @@ class RolloutGateServiceStub:
     WatchCalls: _grpc.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchCallsRequest, _rollout_gate_service_pb2.WatchCallsResponse]
     """The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is
     closed.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), OUT_OF_RANGE (SEQUENCE_UNKNOWN: older than what is kept).
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
     """
 
 @_typing.type_check_only
@@ -103,7 +103,7 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     WatchCalls: _aio.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchCallsRequest, _rollout_gate_service_pb2.WatchCallsResponse]  # type: ignore[assignment]
     """The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is
     closed.
-    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), OUT_OF_RANGE (SEQUENCE_UNKNOWN: older than what is kept).
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
     """
 
 class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -181,7 +181,7 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollout_gate_service_pb2.WatchCallsResponse], _abc.AsyncIterator[_rollout_gate_service_pb2.WatchCallsResponse]]:
         """The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is
         closed.
-        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), OUT_OF_RANGE (SEQUENCE_UNKNOWN: older than what is kept).
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
         """
 
 def add_RolloutGateServiceServicer_to_server(servicer: RolloutGateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -119,7 +119,7 @@ class ProcessServiceServicer(object):
     def WriteStdin(self, request_iterator, context):
         """Writes to a process's standard input: a `start`, then `data`, then `end`. Input is closed by an explicit `end` only; a
         stream that breaks leaves it open, and `start.offset` resumes (bytes before what was already written are skipped). A second stream takes over from a first (ABORTED, STDIN_TAKEN_OVER).
-        Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), OUT_OF_RANGE (OFFSET_GAP).
+        Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), INVALID_ARGUMENT (OFFSET_GAP).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

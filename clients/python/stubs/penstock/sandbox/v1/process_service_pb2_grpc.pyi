@@ -50,7 +50,7 @@ class ProcessServiceStub:
     WriteStdin: _grpc.StreamUnaryMultiCallable[_process_service_pb2.WriteStdinRequest, _process_service_pb2.WriteStdinResponse]
     """Writes to a process's standard input: a `start`, then `data`, then `end`. Input is closed by an explicit `end` only; a
     stream that breaks leaves it open, and `start.offset` resumes (bytes before what was already written are skipped). A second stream takes over from a first (ABORTED, STDIN_TAKEN_OVER).
-    Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), OUT_OF_RANGE (OFFSET_GAP).
+    Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), INVALID_ARGUMENT (OFFSET_GAP).
     """
     SignalProcess: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.SignalProcessRequest, _process_service_pb2.SignalProcessResponse]
     """Sends a signal to the process's group. A process that has ended is a success."""
@@ -93,7 +93,7 @@ class ProcessServiceAsyncStub(ProcessServiceStub):
     WriteStdin: _aio.StreamUnaryMultiCallable[_process_service_pb2.WriteStdinRequest, _process_service_pb2.WriteStdinResponse]  # type: ignore[assignment]
     """Writes to a process's standard input: a `start`, then `data`, then `end`. Input is closed by an explicit `end` only; a
     stream that breaks leaves it open, and `start.offset` resumes (bytes before what was already written are skipped). A second stream takes over from a first (ABORTED, STDIN_TAKEN_OVER).
-    Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), OUT_OF_RANGE (OFFSET_GAP).
+    Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), INVALID_ARGUMENT (OFFSET_GAP).
     """
     SignalProcess: _aio.UnaryUnaryMultiCallable[_process_service_pb2.SignalProcessRequest, _process_service_pb2.SignalProcessResponse]  # type: ignore[assignment]
     """Sends a signal to the process's group. A process that has ended is a success."""
@@ -151,7 +151,7 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_process_service_pb2.WriteStdinResponse, _abc.Awaitable[_process_service_pb2.WriteStdinResponse]]:
         """Writes to a process's standard input: a `start`, then `data`, then `end`. Input is closed by an explicit `end` only; a
         stream that breaks leaves it open, and `start.offset` resumes (bytes before what was already written are skipped). A second stream takes over from a first (ABORTED, STDIN_TAKEN_OVER).
-        Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), OUT_OF_RANGE (OFFSET_GAP).
+        Errors: FAILED_PRECONDITION (STDIN_CLOSED, STDIN_NOT_OPEN), INVALID_ARGUMENT (OFFSET_GAP).
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,51 @@
+"""`python -m benchmarks [NAME ...]`: measures, prints tables, and keeps the figures in runs/bench."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from benchmarks import gate, report, rollouts, sandboxes, tokens
+
+BENCHMARKS: Final[Mapping[str, Callable[[Path], Awaitable[list[report.Section]]]]] = {
+    "sandboxes": sandboxes.measure,
+    "rollouts": rollouts.measure,
+    "gate": gate.measure,
+    "tokens": tokens.measure,
+}
+
+
+def main() -> None:
+    """Reads the command line and runs what it names, one after another."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; none = all")
+    parser.add_argument("--out", type=Path, help="file for the figures (default runs/bench/TIME.json)")
+    given = parser.parse_args()
+    unknown = sorted(set(given.names) - set(BENCHMARKS))
+    if unknown:
+        parser.error(f"no such benchmark: {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
+    facts = report.machine()
+    print(", ".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
+    sections: list[report.Section] = []
+    for name in given.names or BENCHMARKS:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as place:
+            # Sandboxes are other users, and what is staged for them lies below.
+            Path(place).chmod(0o755)
+            made = asyncio.run(BENCHMARKS[name](Path(place)))
+        sections += made
+        print(*("", *made), sep="\n", flush=True)
+        print(f"  ({name}: {time.perf_counter() - began:.0f} s)", flush=True)
+    out = given.out or Path("runs/bench") / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+    report.write(out, facts, sections)
+    print(f"\nkept in {out}")
+
+
+if __name__ == "__main__":
+    main()

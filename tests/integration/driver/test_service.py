@@ -1,0 +1,263 @@
+"""The driver's RPCs as a client in any language meets them: idempotence, paging, roles, watches, agents as data."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.struct_pb2 import Struct
+from tests.integration.driver.stack import TOKEN, Stack
+
+from penstock.driver.v1 import (
+    agent_pb2,
+    agent_service_pb2,
+    agent_service_pb2_grpc,
+    rollout_pb2,
+    rollout_service_pb2,
+    rollout_service_pb2_grpc,
+    terminal_service_pb2,
+    terminal_service_pb2_grpc,
+)
+from penstock.interception.v1 import interception_pb2
+from penstock.sandbox.v1 import process_service_pb2
+from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis.channel import connect, error_from_rpc
+from penstock_chassis.errors import PenstockError, Unauthenticated
+
+
+@pytest.fixture
+async def channel(stack: Stack) -> AsyncIterator[grpc.aio.Channel]:
+    async with connect(stack.driver.address, TOKEN) as channel:
+        yield channel
+
+
+@pytest.fixture
+def rollouts(channel: grpc.aio.Channel) -> Any:
+    return rollout_service_pb2_grpc.RolloutServiceStub(channel)
+
+
+@pytest.fixture
+def agents(channel: grpc.aio.Channel) -> Any:
+    return agent_service_pb2_grpc.AgentServiceStub(channel)
+
+
+def echo_agent(**changes: Any) -> agent_pb2.AgentSpec:
+    """An agent that a client brings: it prints one event and calls nobody."""
+    settings = Struct()
+    settings.update({"url": "{{base_url}}", "key": "{{api_key}}", "words": "{{option.words}}"})
+    values: dict[str, Any] = {
+        "name": "echo",
+        "version": "1",
+        "argv": ["/bin/sh", "-c", 'printf \'{"type":"say","text":"%s"}\\n\' "$(cat)"; cat "$HOME/echo.json" >&2'],
+        "instruction": agent_pb2.InstructionDelivery(method=agent_pb2.InstructionDelivery.METHOD_STDIN),
+        "files": [agent_pb2.ConfigFile(path="echo.json", json=settings)],
+        "dialects": [trajectory_pb2.DIALECT_CHAT_COMPLETIONS],
+        "options": [agent_pb2.AgentOption(name="words", type=agent_pb2.AgentOption.TYPE_INTEGER)],
+        "events": agent_pb2.EventMapping(
+            source=agent_pb2.EventMapping.SOURCE_STDOUT_JSON_LINES,
+            rules=[
+                agent_pb2.EventRule(
+                    when="type == 'say'", kind=agent_pb2.AGENT_EVENT_KIND_ASSISTANT, fields={"text": "text"}
+                )
+            ],
+        ),
+    }
+    return agent_pb2.AgentSpec(**{**values, **changes})
+
+
+def echo_rollout(**changes: Any) -> rollout_pb2.RolloutSpec:
+    task = rollout_pb2.Task(task_id="echo", instruction="hello there", metadata=None)
+    source = interception_pb2.ModelSource(tokenizer=interception_pb2.ModelSource.Tokenizer(name="tiny"))
+    values: dict[str, Any] = {
+        "task": task,
+        "agent": rollout_pb2.AgentChoice(name="echo"),
+        "mode": interception_pb2.MODE_INTERCEPTION_GATE,
+        "source": source,
+    }
+    return rollout_pb2.RolloutSpec(**{**values, **changes})
+
+
+@pytest.fixture
+async def echo(agents: Any) -> agent_service_pb2.Agent:
+    """The echo agent, registered."""
+    answer = await agents.RegisterAgent(agent_service_pb2.RegisterAgentRequest(spec=echo_agent()))
+    agent: agent_service_pb2.Agent = answer.agent
+    return agent
+
+
+async def refusal(call: Any) -> PenstockError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return error_from_rpc(caught.value)
+
+
+async def wait(rollouts: Any, rollout_id: str) -> rollout_pb2.Rollout:
+    request = rollout_service_pb2.WaitRolloutRequest(rollout_id=rollout_id)
+    answer = await rollouts.WaitRollout(request, timeout=60)
+    rollout: rollout_pb2.Rollout = answer.rollout
+    return rollout
+
+
+async def test_an_agent_that_a_client_registers_runs_like_a_built_in_one(
+    rollouts: Any, agents: Any, echo: agent_service_pb2.Agent
+) -> None:
+    """R17, R66: data only; its options are typed, and its stdin is the instruction."""
+    options = Struct()
+    options.update({"words": 4})
+    spec = echo_rollout(agent=rollout_pb2.AgentChoice(name="echo", options=options))
+    answer = await rollouts.CreateRollout(rollout_service_pb2.CreateRolloutRequest(request_id="reg-1", spec=spec))
+    ended = await wait(rollouts, answer.rollout.rollout_id)
+    assert not ended.outcome.HasField("failure"), ended.outcome
+    assert not ended.outcome.HasField("reward")
+    assert ended.agent_spec_sha256 == echo.spec_sha256
+    assert b'"words": 4,\n' in ended.outcome.agent_exit.stderr_tail
+    request = rollout_service_pb2.WatchRolloutRequest(rollout_id=ended.rollout_id)
+    told = [message.event.agent_event async for message in rollouts.WatchRollout(request)]
+    assert [dict(event.data) for event in told if event.kind] == [{"text": "hello there"}]
+    listed = await agents.ListAgents(agent_service_pb2.ListAgentsRequest())
+    assert [agent.spec.name for agent in listed.agents] == ["echo", "opencode", "pi", "shell"]
+
+
+async def test_a_wrong_agent_is_refused_by_field_and_a_built_in_name_is_taken(agents: Any) -> None:
+    """R17, R63: nothing is registered."""
+    wrong = echo_agent(name="Wrong", version="", argv=["x", "{{api_key}}"])
+    error = await refusal(agents.RegisterAgent(agent_service_pb2.RegisterAgentRequest(spec=wrong)))
+    assert error.reason == "SPEC_INVALID"
+    assert {violation.field for violation in error.violations} == {"name", "version"}
+    taken = agent_service_pb2.RegisterAgentRequest(spec=echo_agent(name="shell"))
+    assert (await refusal(agents.RegisterAgent(taken))).reason == "AGENT_BUILT_IN"
+    unset = echo_agent(instruction=agent_pb2.InstructionDelivery())
+    error = await refusal(agents.RegisterAgent(agent_service_pb2.RegisterAgentRequest(spec=unset)))
+    assert [violation.field for violation in error.violations] == ["instruction.method"]
+
+
+async def test_a_repeated_creation_gives_the_same_rollout_and_another_under_its_id_is_refused(
+    rollouts: Any, echo: agent_service_pb2.Agent
+) -> None:
+    """R25: by request id, and by an identifier that the client chose."""
+    request = rollout_service_pb2.CreateRolloutRequest(request_id="same", spec=echo_rollout(), rollout_id="mine-1")
+    answers = await asyncio.gather(*(rollouts.CreateRollout(request) for _ in range(5)))
+    answers.append(await rollouts.CreateRollout(request))
+    assert {answer.rollout.rollout_id for answer in answers} == {"mine-1"}
+    other = rollout_service_pb2.CreateRolloutRequest(request_id="same", spec=echo_rollout(run_id="x"))
+    assert (await refusal(rollouts.CreateRollout(other))).reason == "REQUEST_ID_REUSED"
+    reused = rollout_service_pb2.CreateRolloutRequest(request_id="new", spec=echo_rollout(), rollout_id="mine-1")
+    assert (await refusal(rollouts.CreateRollout(reused))).reason == "ROLLOUT_EXISTS"
+    await wait(rollouts, "mine-1")
+
+
+async def test_a_group_is_watched_in_one_stream_that_ends_with_the_group(
+    rollouts: Any, echo: agent_service_pb2.Agent
+) -> None:
+    """R26: each rollout's events in order and without gaps, resumable by the position of each."""
+    request = rollout_service_pb2.CreateGroupRequest(request_id="g", spec=echo_rollout(), size=3, group_id="grp")
+    group = (await rollouts.CreateGroup(request)).group
+    assert list(group.rollout_ids) == ["grp-0", "grp-1", "grp-2"]
+    watch = rollout_service_pb2.WatchGroupRequest(group_id="grp")
+    messages = [message async for message in rollouts.WatchGroup(watch) if not message.HasField("heartbeat")]
+    assert messages[-1].group.complete
+    assert sorted(messages[-1].group.result_rollout_ids) == ["grp-0", "grp-1", "grp-2"]
+    by_rollout: dict[str, list[int]] = {}
+    for message in messages[:-1]:
+        by_rollout.setdefault(message.event.rollout_id, []).append(message.event.sequence)
+    assert all(sequences == list(range(1, len(sequences) + 1)) for sequences in by_rollout.values())
+    watch.after_sequences.update({"grp-0": 2, "grp-1": 10**6, "grp-2": 10**6})
+    rest = [message.event.sequence async for message in rollouts.WatchGroup(watch) if message.HasField("event")]
+    assert rest == by_rollout["grp-0"][2:]
+    await rollouts.DeleteGroup(rollout_service_pb2.DeleteGroupRequest(group_id="grp"))
+    await rollouts.DeleteGroup(rollout_service_pb2.DeleteGroupRequest(group_id="grp"))
+    gone = rollouts.GetGroup(rollout_service_pb2.GetGroupRequest(group_id="grp"))
+    assert (await refusal(gone)).reason == "GROUP_UNKNOWN"
+
+
+async def test_lists_are_paged_and_filtered(rollouts: Any, echo: agent_service_pb2.Agent) -> None:
+    """R26: newest first; a token that is not ours is refused."""
+    ids = []
+    for number in range(5):
+        spec = echo_rollout(run_id="paged", labels={"parity": str(number % 2)})
+        request = rollout_service_pb2.CreateRolloutRequest(request_id=f"page-{number}", spec=spec)
+        ids.append((await rollouts.CreateRollout(request)).rollout.rollout_id)
+    for rollout_id in ids:
+        await wait(rollouts, rollout_id)
+    found: list[str] = []
+    page = rollout_service_pb2.ListRolloutsRequest(
+        page_size=2, filter=rollout_service_pb2.RolloutFilter(run_id="paged", ended=True)
+    )
+    while True:
+        answer = await rollouts.ListRollouts(page)
+        found += [rollout.rollout_id for rollout in answer.rollouts]
+        if not answer.next_page_token:
+            break
+        page.page_token = answer.next_page_token
+    assert found == ids[::-1]
+    odd = rollout_service_pb2.RolloutFilter(run_id="paged", labels={"parity": "1"})
+    answer = await rollouts.ListRollouts(rollout_service_pb2.ListRolloutsRequest(filter=odd))
+    assert [rollout.rollout_id for rollout in answer.rollouts] == [ids[3], ids[1]]
+    for bad in ({"page_size": -1}, {"page_token": "'; DROP TABLE rollouts"}):
+        call = rollouts.ListRollouts(rollout_service_pb2.ListRolloutsRequest(**bad))
+        assert (await refusal(call)).reason == "PAGE_INVALID"
+
+
+async def test_what_is_kept_and_shown_has_no_secret_and_no_content(
+    rollouts: Any, stack: Stack, echo: agent_service_pb2.Agent
+) -> None:
+    """R1, R8: neither in answers nor in the driver's journal nor in its log."""
+    secret = "sk-test '$(leak)"
+    spec = echo_rollout()
+    command = process_service_pb2.Command(shell="true", secret_env={"TOKEN": secret})
+    spec.task.setup.append(command)
+    spec.task.files.add(path="big.txt", content=b"content of a file")
+    spec.source.upstream.caller.base_url = "http://127.0.0.1:9/v1"
+    spec.source.upstream.caller.api_key = secret
+    request = rollout_service_pb2.CreateRolloutRequest(request_id="secret", spec=spec)
+    created = (await rollouts.CreateRollout(request)).rollout
+    cancel = rollout_service_pb2.CancelRolloutRequest(rollout_id=created.rollout_id)
+    ended = (await rollouts.CancelRollout(cancel)).rollout
+    assert ended.spec.task.setup[0].secret_env == {"TOKEN": ""}
+    assert ended.spec.limits.agent.seconds == 900
+    journal = stack.directory / "driver"
+    kept = b"".join(path.read_bytes() for path in journal.iterdir() if path.is_file()) + stack.driver.log.read_bytes()
+    assert secret.encode() not in ended.SerializeToString() + kept
+    assert b"content of a file" not in ended.SerializeToString() + kept
+
+
+async def test_a_trajectory_is_there_only_after_the_end_and_only_if_the_gate_was_reached(
+    rollouts: Any, echo: agent_service_pb2.Agent
+) -> None:
+    """R24, R62: typed errors, not empty answers."""
+    spec = echo_rollout()
+    spec.task.setup.add(shell="exit 3")
+    request = rollout_service_pb2.CreateRolloutRequest(request_id="no-gate", spec=spec)
+    rollout_id = (await rollouts.CreateRollout(request)).rollout.rollout_id
+    ended = await wait(rollouts, rollout_id)
+    assert ended.outcome.failure.reason == "SETUP_FAILED"
+
+    async def trajectory(wanted: str) -> None:
+        async for _ in rollouts.GetTrajectory(rollout_service_pb2.GetTrajectoryRequest(rollout_id=wanted)):
+            pass
+
+    assert (await refusal(trajectory(rollout_id))).reason == "TRAJECTORY_ABSENT"
+    assert (await refusal(trajectory("nobody"))).reason == "ROLLOUT_UNKNOWN"
+    everything = rollout_service_pb2.ExportTrajectoriesRequest()
+    exported = {answer.trajectory.rollout_id async for answer in rollouts.ExportTrajectories(everything)}
+    assert rollout_id in exported
+
+
+async def test_terminals_are_unimplemented_and_nobody_calls_without_a_token(
+    channel: grpc.aio.Channel, stack: Stack
+) -> None:
+    """R5, R14: every method refuses a caller without a credential before it looks at anything."""
+    terminals: Any = terminal_service_pb2_grpc.TerminalServiceStub(channel)
+    error = await refusal(terminals.GetTerminal(terminal_service_pb2.GetTerminalRequest(terminal_id="t")))
+    assert error.reason == "TERMINALS_UNSUPPORTED"
+    async with connect(stack.driver.address) as naked:
+        stub: Any = rollout_service_pb2_grpc.RolloutServiceStub(naked)
+        for call in (
+            stub.GetRollout(rollout_service_pb2.GetRolloutRequest(rollout_id="r")),
+            stub.CreateRollout(rollout_service_pb2.CreateRolloutRequest()),
+            stub.CancelRollout(rollout_service_pb2.CancelRolloutRequest(rollout_id="r")),
+        ):
+            assert isinstance(await refusal(call), Unauthenticated)

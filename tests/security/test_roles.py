@@ -1,0 +1,139 @@
+"""Every RPC of every service, from the descriptors: nothing without a token, nothing beyond a role (R5, R6, R14)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+import grpc
+import pytest
+from google.protobuf.descriptor import MethodDescriptor
+from google.rpc import error_details_pb2, status_pb2
+from tests.support.stack import OBSERVER_TOKEN, Running
+
+_MODULES: Final = (
+    "sandbox.v1.sandbox_service",
+    "sandbox.v1.process_service",
+    "sandbox.v1.file_service",
+    "sandbox.v1.toolbox_service",
+    "driver.v1.agent_service",
+    "driver.v1.rollout_service",
+    "driver.v1.terminal_service",
+    "interception.v1.rollout_gate_service",
+    "interception.v1.intercept_service",
+    "inference.v1.inference_service",
+)
+
+_OBSERVER_MAY: Final = {
+    "penstock.sandbox.v1.SandboxService": (
+        "GetSandbox ListSandboxes WatchSandbox ListBackends GetSnapshot ListSnapshots"
+    ),
+    "penstock.sandbox.v1.ToolboxService": "ListToolboxes",
+    "penstock.driver.v1.AgentService": "ListAgents GetAgent",
+    "penstock.driver.v1.RolloutService": (
+        "GetRollout ListRollouts WatchRollout WaitRollout GetGroup ListGroups WatchGroup WaitGroup GetTrajectory "
+        "ExportTrajectories"
+    ),
+    "penstock.driver.v1.TerminalService": "GetTerminal",
+    "penstock.interception.v1.RolloutGateService": "GetRollout ListRollouts GetCapture WatchCalls",
+    "penstock.interception.v1.InterceptService": "ListCalls GetCall",
+    "penstock.inference.v1.InferenceService": "GetInfo GetTokenizer ListAdapters WatchStats",
+}
+"""docs/interfaces.md: an observer reads lists, states, events and trajectories. Whatever is not here is refused."""
+
+
+def _methods() -> Iterator[MethodDescriptor]:
+    for name in _MODULES:
+        module: Any = importlib.import_module(f"penstock.{name}_pb2")
+        for service in module.DESCRIPTOR.services_by_name.values():
+            yield from service.methods
+
+
+def _name(method: MethodDescriptor) -> str:
+    return f"{method.containing_service.full_name}/{method.name}"
+
+
+METHODS: Final = {_name(method): method for method in _methods()}
+
+
+def _allowed_to_observers(name: str) -> bool:
+    service, _, method = name.partition("/")
+    return method in _OBSERVER_MAY.get(service, "").split()
+
+
+async def _refusal(running: Running, name: str, *tokens: str) -> tuple[grpc.StatusCode, str]:
+    """Code and reason of the refusal of an empty request."""
+    method = METHODS[name]
+    package = name.split(".")[1]
+    async with grpc.aio.insecure_channel(running.stack.address(package)) as channel:  # type: ignore[arg-type]
+        metadata = tuple(("authorization", f"Bearer {token}") for token in tokens)
+        calls: dict[tuple[bool, bool], Any] = {
+            (False, False): channel.unary_unary,
+            (False, True): channel.unary_stream,
+            (True, False): channel.stream_unary,
+            (True, True): channel.stream_stream,
+        }
+        invoke = calls[method.client_streaming, method.server_streaming](f"/{name}")
+        # Nothing is written to a request stream: a refusal comes first, and a write that loses the race is an error.
+        call = invoke(*(() if method.client_streaming else (b"",)), metadata=metadata, timeout=20)
+        try:
+            if method.server_streaming and not method.client_streaming:
+                await call.read()  # the first answer is enough where the stream has no end
+            else:
+                await call.code()
+        except grpc.aio.AioRpcError:
+            pass  # the code below says it
+        else:
+            if method.server_streaming and not method.client_streaming and not call.done():
+                call.cancel()
+                return grpc.StatusCode.OK, ""
+        return await call.code(), _reason(await call.trailing_metadata())
+
+
+def _reason(trailing: Any) -> str:
+    """The stable reason in a status's details."""
+    status = status_pb2.Status.FromString(dict(trailing or ()).get("grpc-status-details-bin", b""))
+    info = error_details_pb2.ErrorInfo()
+    return next((info.reason for detail in status.details if detail.Unpack(info)), "")
+
+
+def test_the_table_names_only_methods_that_exist() -> None:
+    """A renamed RPC must not slip out of these tests."""
+    named = {f"{service}/{method}" for service, methods in _OBSERVER_MAY.items() for method in methods.split()}
+    assert named - METHODS.keys() == set()
+    assert len(METHODS) > 60
+
+
+@pytest.mark.parametrize("name", METHODS)
+async def test_an_rpc_without_a_valid_token_is_refused_before_its_request_is_looked_at(
+    stack: Running, name: str
+) -> None:
+    """R3, R5, R6, R14"""
+    unauthenticated = grpc.StatusCode.UNAUTHENTICATED
+    assert await _refusal(stack, name) == (unauthenticated, "CREDENTIAL_MISSING")
+    for wrong in ("0" * 64, "", stack.stack.operator_token[:-1], stack.stack.operator_token + "0"):
+        assert await _refusal(stack, name, wrong) == (unauthenticated, "CREDENTIAL_INVALID")
+    both = await _refusal(stack, name, "0" * 64, stack.stack.operator_token)
+    assert both == (unauthenticated, "CREDENTIAL_INVALID")
+
+
+@pytest.mark.parametrize("name", METHODS)
+async def test_an_observer_may_read_and_nothing_else(stack: Running, name: str) -> None:
+    """R6, R14: each RPC that changes state, or shows what a sandbox holds, refuses an observer."""
+    code, reason = await _refusal(stack, name, OBSERVER_TOKEN)
+    if _allowed_to_observers(name):
+        assert code is not grpc.StatusCode.PERMISSION_DENIED, reason
+        assert code is not grpc.StatusCode.UNAUTHENTICATED, reason
+    else:
+        assert (code, reason) == (grpc.StatusCode.PERMISSION_DENIED, "ROLE_NOT_ALLOWED")
+
+
+@pytest.mark.parametrize("service", ["sandbox", "driver", "interception", "inference"])
+async def test_reflection_wants_a_token_and_health_says_alive_to_anybody(stack: Running, service: Any) -> None:
+    """R6, R7"""
+    async with grpc.aio.insecure_channel(stack.stack.address(service)) as channel:
+        health = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert await health(b"", timeout=20) == b"\x08\x01"
+        reflection = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        assert await reflection(timeout=20).code() is grpc.StatusCode.UNAUTHENTICATED

@@ -1,0 +1,39 @@
+"""What the command line prints of what others wrote."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cli.console import clean, quoted
+from penstock.client import Task
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "first-rollout.md"
+
+
+@given(st.text())
+def test_no_text_of_an_agent_can_drive_the_terminal(text: str) -> None:
+    """An agent's output is data: no escape sequence, no carriage return, no bell."""
+    assert all(letter in "\n\t" or letter.isprintable() for letter in clean(text))
+
+
+@given(st.text())
+def test_no_text_of_an_agent_is_read_as_markup(text: str) -> None:
+    """R2's spirit for the screen: what is shown is what was said."""
+    assert quoted("[red]" + text, lines=10**9, width=10**9).plain.startswith("[red]")
+
+
+@pytest.mark.parametrize(("lines", "shown"), [(3, "a\nb\n... 2 more lines"), (9, "a\nb\nc\nd")])
+def test_long_text_is_cut_and_says_so(lines: int, shown: str) -> None:
+    """A flood does not bury the rest."""
+    assert quoted("a\nb\nc\nd\n", lines=min(lines, 2) if lines == 3 else lines).plain == shown
+
+
+def test_the_task_of_the_guide_is_a_task(tmp_path: Path) -> None:
+    """What the documentation shows works."""
+    block = GUIDE.read_text().split("```yaml\n")[1].split("```")[0]
+    file = tmp_path / "task.yaml"
+    file.write_text(block)
+    task = Task.load(file)
+    assert task.task_id == "greet" and task.verifier is not None
