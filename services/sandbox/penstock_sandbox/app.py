@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -57,6 +58,9 @@ def local_backend(settings: SandboxSettings) -> Backend:
 @asynccontextmanager
 async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
     """Open everything. Raises FailedPrecondition when the default backend is not installed."""
+    # Pipes, doors and endpoints: the customary 1024 is not enough for a few hundred sandboxes.
+    files_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_limit, files_limit))
     async with AsyncExitStack() as stack:
         # The journal's lock is what makes this instance the only one on its state directory: it comes first.
         journal = await stack.enter_async_context(

@@ -33,6 +33,7 @@ from penstock_chassis.errors import (
     NotFound,
     PenstockError,
     ResourceExhausted,
+    Unavailable,
     Violation,
 )
 from penstock_chassis.journal import Journal
@@ -138,6 +139,7 @@ class Sandboxes:
         self._requests: dict[str, _Request] = {}
         self._admission = asyncio.Semaphore(_CREATES_AT_ONCE)
         self._lease_moved = asyncio.Event()
+        self._draining = False
         self._reaper: asyncio.Task[None] | None = None
         self._removals: set[asyncio.Task[None]] = set()
 
@@ -158,16 +160,21 @@ class Sandboxes:
         await self._journal.execute("DELETE FROM sandbox")
         self._reaper = asyncio.create_task(self._reap_forever(), name="lease-reaper")
 
-    async def aclose(self) -> None:
-        """Delete every sandbox and stop the reaper."""
-        if self._reaper is not None:
-            self._reaper.cancel()
-            await asyncio.gather(self._reaper, return_exceptions=True)
+    async def drain(self) -> None:
+        """Make no more sandboxes and delete all: their watchers see the end before the server stops."""
+        self._draining = True
         for request in list(self._requests.values()):
             request.made.cancel()
         await asyncio.gather(*(request.made for request in self._requests.values()), return_exceptions=True)
         await asyncio.gather(*(self.delete(sandbox_id) for sandbox_id in list(self._live)), return_exceptions=True)
         await asyncio.gather(*self._removals, return_exceptions=True)
+
+    async def aclose(self) -> None:
+        """Delete every sandbox and stop the reaper."""
+        if self._reaper is not None:
+            self._reaper.cancel()
+            await asyncio.gather(self._reaper, return_exceptions=True)
+        await self.drain()
 
     # Creating ----------------------------------------------------------------------------------------------------
 
@@ -208,6 +215,8 @@ class Sandboxes:
 
     def _apply(self, spec: SandboxSpec) -> tuple[Backend, SandboxSpec]:
         """The backend and the spec with defaults; raises for what is not allowed. Nothing has started yet."""
+        if self._draining:
+            raise Unavailable("this service is stopping", reason="DRAINING", retry_after_s=1.0)
         name = spec.backend or self._default
         backend = self._backends.get(name)
         if backend is None:
@@ -314,6 +323,8 @@ class Sandboxes:
             async with self._admission:
                 live.handle = await backend.create(sandbox_id, spec, mounted, lambda reason: self._lost(live, reason))
             await recorded
+            if live.view.state is State.LOST:
+                raise Unavailable("the sandbox was lost as it was made", reason="CREATE_FAILED", retry_after_s=0.1)
             live.processes = Processes(live.handle, spec.env, self._spool)
             # The lease runs from here: a queue must not eat it.
             live.become(
