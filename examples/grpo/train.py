@@ -19,13 +19,14 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 import model
-from display import Display, Metrics, recent, save_picture
+from display import Display, Figures, Metrics, recent, save_picture
 from learner import Learner, Row, advantages
 from penstock.client import (
     Budgets,
@@ -42,7 +43,7 @@ from penstock.client.stack import LocalStack
 from tasks import TASKS, CopyTask, Corpus, build_codec
 
 PROMPTS, GROUP_SIZE = 8, 8
-MAX_STEPS, GOAL, WINDOW = 100, 0.95, 10
+MAX_STEPS, GOAL, WINDOW = 100, 0.93, 10
 BUDGETS = Budgets(max_calls=4, max_tokens_per_call=48)  # a good rollout makes 3 calls of at most 26 tokens
 RUNS = Path(__file__).resolve().parents[2] / "runs" / "demo"
 
@@ -53,15 +54,20 @@ async def train(seed: int, max_steps: int, run: Path, display: Display) -> list[
     codec = build_codec()
     learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed)
     display.say("warm start: learning the tool-call format from examples ...")
-    await asyncio.to_thread(learner.warm_start, Corpus(codec), RUNS / "cache", display.say)
+    await asyncio.to_thread(learner.warm_start, Corpus(codec), run.parent / "cache", display.say)
     model.export(learner.params, learner.config, codec.files, run / "initial")
 
     display.say("starting the four services ...")
     history: list[Metrics] = []
     trajectories = []
     stack = LocalStack(model_dir=run / "initial", state_dir=run / "services")
-    async with stack, connect(stack.endpoints) as ps, ps.intercept(run_id=run.name, policy_version=0) as session:
-        answering = asyncio.create_task(answer_calls(ps, session))
+    async with (
+        stack,
+        connect(stack.endpoints) as ps,
+        ps.intercept(run_id=run.name, policy_version=0) as session,
+        asyncio.TaskGroup() as background,
+    ):
+        background.create_task(answer_calls(ps, session))
         order = np.random.default_rng(seed)
         for step in range(max_steps):
             began = time.perf_counter()
@@ -75,33 +81,28 @@ async def train(seed: int, max_steps: int, run: Path, display: Display) -> list[
             await ps.inference.update_weights(step + 1, learner.weights())
             session.announce(step + 1)
 
-            flat = [result for group in results for result in group]
-            trajectories += [result.trajectory for result in flat if result.trajectory is not None]
-            rewards = [reward for result in flat if (reward := reward_of(result)) is not None]
-            if not rewards:
-                raise SystemExit(f"no rollout of step {step + 1} was graded; the first says: {flat[0].failure}")
+            ended = [result for group in results for result in group]
+            trajectories += [result.trajectory for result in ended if result.trajectory is not None]
+            now = time.perf_counter()
             history.append(
                 Metrics(
                     step=step + 1,
-                    success=sum(reward == 1.0 for reward in rewards) / len(rewards),
-                    reward_mean=sum(rewards) / len(rewards),
                     policy_version=step,
-                    seconds=round(time.perf_counter() - began, 3),
-                    rollouts=len(flat),
-                    tokens=sum(sampled_tokens(result) for result in flat),
-                    ungraded=len(flat) - len(rewards),
+                    seconds=round(now - began, 3),
+                    elapsed=round(now - start, 3),
                     loss=loss,
                     logprob_gap=gap,
-                    elapsed=round(time.perf_counter() - start, 3),
+                    **figures(ended),
                 )
             )
             display.step(history[-1])
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(history[-1]) + "\n")
+            append(run / "metrics.jsonl", history[-1])
+            for result in ended:
+                if reward_of(result) is None:
+                    append(run / "ungraded.jsonl", {"rollout_id": result.rollout_id, "failure": str(result.failure)})
             if len(history) >= WINDOW and recent(history, WINDOW) >= GOAL:
                 break
         session.finish()
-        await answering
     display.say("saving ...")
     model.export(learner.params, learner.config, codec.files, run / "model")
     write_jsonl(trajectories, run / "trajectories.jsonl", Table.SEQUENCES)
@@ -151,9 +152,25 @@ def scored_rows(groups: list[list[RolloutResult]]) -> list[Row]:
     return rows
 
 
-def sampled_tokens(result: RolloutResult) -> int:
-    """Tokens that the policy sampled in a rollout."""
-    return 0 if result.trajectory is None else sum(int(sample.loss_mask.sum()) for sample in result.trajectory.samples)
+def figures(ended: list[RolloutResult]) -> Figures:
+    """What a step's rollouts say, all together."""
+    rewards = [reward for result in ended if (reward := reward_of(result)) is not None]
+    if not rewards:
+        raise RuntimeError(f"no rollout of this step was graded; the first says: {ended[0].failure}")
+    samples = [sample for result in ended if result.trajectory is not None for sample in result.trajectory.samples]
+    return Figures(
+        success=sum(reward == 1.0 for reward in rewards) / len(rewards),
+        reward_mean=sum(rewards) / len(rewards),
+        rollouts=len(ended),
+        tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
+        ungraded=len(ended) - len(rewards),
+    )
+
+
+def append(path: Path, line: Mapping[str, object]) -> None:
+    """Add a JSON line to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def new_run(seed: int) -> Path:
