@@ -34,6 +34,7 @@ from penstock.client import (
     InterceptSession,
     ModelCall,
     Penstock,
+    PenstockError,
     ResultRejected,
     RolloutResult,
     connect,
@@ -59,7 +60,6 @@ async def train(seed: int, max_steps: int, run: Path, display: Display) -> list[
 
     display.say("starting the four services ...")
     history: list[Metrics] = []
-    trajectories = []
     stack = LocalStack(model_dir=run / "initial", state_dir=run / "services")
     async with (
         stack,
@@ -82,7 +82,7 @@ async def train(seed: int, max_steps: int, run: Path, display: Display) -> list[
             session.announce(step + 1)
 
             ended = [result for group in results for result in group]
-            trajectories += [result.trajectory for result in ended if result.trajectory is not None]
+            save_trajectories(run, step + 1, ended)
             now = time.perf_counter()
             history.append(
                 Metrics(
@@ -105,7 +105,6 @@ async def train(seed: int, max_steps: int, run: Path, display: Display) -> list[
         session.finish()
     display.say("saving ...")
     model.export(learner.params, learner.config, codec.files, run / "model")
-    write_jsonl(trajectories, run / "trajectories.jsonl", Table.SEQUENCES)
     return history
 
 
@@ -167,6 +166,13 @@ def figures(ended: list[RolloutResult]) -> Figures:
     )
 
 
+def save_trajectories(run: Path, step: int, ended: list[RolloutResult]) -> None:
+    """A file per step: each rollout's tokens, mask, logprobs and reward."""
+    path = run / "trajectories" / f"step-{step:03d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    write_jsonl([result.trajectory for result in ended if result.trajectory is not None], path, Table.SEQUENCES)
+
+
 def append(path: Path, line: Mapping[str, object]) -> None:
     """Add a JSON line to a file."""
     with path.open("a") as file:
@@ -193,7 +199,10 @@ def main() -> None:
     model.use_compilation_cache(RUNS / "cache" / "xla")
     run = new_run(given.seed)
     with Display(f"Penstock: GRPO on real rollouts, seed {given.seed}") as display:
-        history = asyncio.run(train(given.seed, given.steps, run, display))
+        try:
+            history = asyncio.run(train(given.seed, given.steps, run, display))
+        except* PenstockError as errors:
+            sys.exit(f"training stopped: {'; '.join(map(str, errors.exceptions))}")
     save_picture(history, run / "reward.png", f"A 0.13 M parameter model learns to use a shell (seed {given.seed})")
     last, penstock = history[-1], Path(sys.executable).with_name("penstock")
     if penstock.is_relative_to(Path.cwd()):
@@ -205,7 +214,7 @@ def main() -> None:
         f" (mean of the last {min(WINDOW, len(history))} steps)\n"
         f"  {latest}/reward.png           the curve\n"
         f"  {latest}/metrics.jsonl        a line per step\n"
-        f"  {latest}/trajectories.jsonl   every rollout's tokens, mask, logprobs and reward\n"
+        f"  {latest}/trajectories/        every rollout's tokens, mask, logprobs and reward\n"
         f"  {latest}/model                the trained model\n"
         "\nTry next:\n"
         f"  {penstock} rollout --agent shell --task {here}/task.yaml --model-dir {latest}/model\n"

@@ -55,12 +55,14 @@ def _run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     run.mkdir(parents=True)
     with Display("test") as display:
         asyncio.run(train.train(5, STEPS, run, display))
-    metrics, rows = (
-        [json.loads(line) for line in (run / name).read_text().splitlines()]
-        for name in ("metrics.jsonl", "trajectories.jsonl")
-    )
+    metrics = _lines(run / "metrics.jsonl")
+    rows = [row for path in (run / "trajectories").iterdir() for row in _lines(path)]
     kept = ("rollout_id", "input_ids", "loss_mask", "logprobs", "reward")
     return (
         [{key: value for key, value in line.items() if key not in MEASURED} for line in metrics],
         sorted(({key: row[key] for key in kept} for row in rows), key=lambda row: str(row["rollout_id"])),
     )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
