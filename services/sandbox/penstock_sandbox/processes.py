@@ -312,10 +312,9 @@ class RunningProcess(ProcessSink):
                 while data := output.read(position[stream], _CHUNK):
                     yield Chunk(stream, position[stream], data)
                     position[stream] += len(data)
-                total = output.total  # before yielding: it grows meanwhile
-                if output.kept <= position[stream] < total:
-                    yield Gap(stream, position[stream], total)
-                    position[stream] = total
+                if output.kept <= position[stream] < output.total:
+                    yield Gap(stream, position[stream], output.total)
+                    position[stream] = output.total
             if ended:
                 return
             try:
