@@ -148,7 +148,9 @@ def test_each_rejection_of_a_result_stands_in_its_table_with_the_client_s_except
     rows = page["Why a result was rejected"]
     names = set(intercept_service_pb2.ResultRejected.Reason.keys()) - {"REASON_UNSPECIFIED"}
     assert {row["reason"] for row in rows} == names
-    rejections = {kind for kind in CLIENT_KINDS if issubclass(getattr(client_errors, kind, type), client_errors.ResultRejected)}
+    rejections = {
+        kind for kind in CLIENT_KINDS if issubclass(getattr(client_errors, kind, type), client_errors.ResultRejected)
+    }
     assert {row["exception"] for row in rows} == rejections - {"ResultRejected"}
 
 
@@ -286,7 +288,9 @@ def _compare(found: Iterable[Raised], rows: list[Row], column: str, name_of: obj
     assert len(told) == len(rows), "a reason stands twice"
     assert expected.keys() - told.keys() == set(), "in the code and not in the table"
     assert told.keys() - expected.keys() == set(), "in the table and not in the code"
-    assert {reason: told[reason] for reason, codes in expected.items() if ANY not in codes and told[reason] != codes} == {}
+    assert {
+        reason: told[reason] for reason, codes in expected.items() if ANY not in codes and told[reason] != codes
+    } == {}
 
 
 def _texts(node: ast.expr) -> set[str]:

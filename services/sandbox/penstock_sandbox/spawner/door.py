@@ -245,11 +245,11 @@ class Door:
             except OSError:
                 continue  # it ended meanwhile
             try:
-                if os.readlink("ns/uts", dir_fd=process) == tag:
+                if _carries(process, tag):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
                     found.append(name)
             except OSError:
-                continue  # it ended meanwhile, or is a zombie: it does not run
+                continue  # it ended meanwhile
             finally:
                 os.close(process)
         return found
@@ -294,6 +294,25 @@ class Door:
                 os._exit(code)
         self._jobs.add(pid)
         return {"pid": pid}, []
+
+
+def _carries(process: int, tag: str) -> bool:
+    """Whether any thread of a process (its directory in /proc) carries the tag; one that has ended carries none."""
+    try:
+        return os.readlink("ns/uts", dir_fd=process) == tag
+    except OSError:
+        pass  # its first thread has ended: it is a zombie, unless others live on
+    threads = os.open("task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=process)
+    try:
+        for thread in os.listdir(threads):
+            try:
+                if os.readlink(f"{thread}/ns/uts", dir_fd=threads) == tag:
+                    return True
+            except OSError:
+                continue
+        return False
+    finally:
+        os.close(threads)
 
 
 def _find(program: str, path: str) -> str:
