@@ -21,9 +21,8 @@ from benchmarks.report import Row, Section, percentile
 from benchmarks.rollouts import http_server
 from penstock.client import Completion, InterceptSession, ModelCall
 from penstock.client.rpc import Service
-from penstock.interception.v1 import interception_pb2
+from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2_grpc
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
-from penstock.interception.v1 import rollout_gate_service_pb2_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_codec import tiny
 

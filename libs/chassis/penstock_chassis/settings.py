@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -157,6 +157,8 @@ class ServiceSettings(BaseSettings):
         if not prefix:
             return []
         known = {cls.env_name(name) for name in cls.model_fields}
+        # Where clients find this service: theirs, and often set in the shell that a service is started from.
+        known.add(f"{prefix}ADDRESS")
         return [
             Violation(name, "no such setting" + _suggestion(name, known))
             for name in sorted(environment)
@@ -178,7 +180,7 @@ class ServiceSettings(BaseSettings):
                 secrets.append(f"  {cls.env_name(name)}: {info.description or name}")
                 continue
             flag = "--" + name.replace("_", "-")
-            text = f"{info.description or name} [{cls.env_name(name)}]".replace("%", "%%")
+            text = f"{info.description or name} [{cls.env_name(name)}{_default(info)}]".replace("%", "%%")
             if info.annotation is bool:
                 parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
             else:
@@ -262,6 +264,14 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
+
+
+def _default(info: FieldInfo) -> str:
+    """The default, for the help, as a flag or the environment would be given it; nothing where there is none."""
+    if info.is_required() or info.default_factory is not None or info.default in (None, "", (), Path()):
+        return ""
+    value = info.default
+    return f"; default {value if isinstance(value, str | Path) else to_json(value).decode()}"
 
 
 def _flag_value(info: FieldInfo, value: Any) -> Any:

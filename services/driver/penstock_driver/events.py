@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 import jmespath
 import jmespath.exceptions
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 MAX_LINE_BYTES: Final = 1 << 20
 """Longest line that is parsed; the rest of a longer one is dropped and its event says so."""
@@ -93,10 +93,10 @@ class EventRule(BaseModel):
     in a DONE event by which the agent says that it failed, whatever its exit code.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     when: Expression
-    kind: EventKind
+    kind: Annotated[EventKind, Field(strict=False)]
     fields: dict[str, Expression] = {}
 
 

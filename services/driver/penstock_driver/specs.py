@@ -70,8 +70,12 @@ NpmPackage = Annotated[
 ]
 
 
+_BY_NAME: Final = Field(strict=False)
+"""For enums in strict models: YAML has only their names."""
+
+
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Dialect(StrEnum):
@@ -93,7 +97,7 @@ class RuntimeKind(StrEnum):
 class Runtime(_Model):
     """A runtime that the toolbox needs; `min_version` is dotted, empty for any."""
 
-    kind: RuntimeKind
+    kind: Annotated[RuntimeKind, _BY_NAME]
     min_version: Annotated[str, StringConstraints(pattern=r"^(\d+(\.\d+){0,2})?$")] = ""
 
 
@@ -128,7 +132,7 @@ class Option(_Model):
 
     name: OptionName
     description: str = ""
-    type: OptionType
+    type: Annotated[OptionType, _BY_NAME]
     choices: list[JsonValue] = []
     default: JsonValue = None
     minimum: float | None = None
@@ -181,7 +185,7 @@ class Delivery(StrEnum):
 class Instruction(_Model):
     """How the instruction reaches the agent; `path`, relative to the home directory, exactly with FILE."""
 
-    method: Delivery
+    method: Annotated[Delivery, _BY_NAME]
     path: RelativePath | None = None
 
     @model_validator(mode="after")
@@ -197,7 +201,7 @@ class ConfigFile(_Model):
     `path` is relative to the home directory. A file whose text depends on an option that was not given is not written.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_by_name=True, validate_by_alias=True)
 
     path: Template
     json_: Annotated[dict[str, JsonValue] | None, Field(alias="json")] = None
@@ -233,7 +237,7 @@ class EventSource(StrEnum):
 class Events(_Model):
     """How the agent's output becomes events."""
 
-    source: EventSource = EventSource.NONE
+    source: Annotated[EventSource, _BY_NAME] = EventSource.NONE
     rules: list[EventRule] = []
 
 
@@ -267,7 +271,7 @@ class AgentSpec(_Model):
     instruction: Instruction
     files: list[ConfigFile] = []
     env: dict[VariableName, Template] = {}
-    dialects: Annotated[list[Dialect], Field(min_length=1)]
+    dialects: Annotated[list[Annotated[Dialect, _BY_NAME]], Field(min_length=1)]
     mcp: Mcp | None = None
     options: list[Option] = []
     events: Events = Events()

@@ -18,7 +18,7 @@ from penstock_chassis.channel import connect
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.server import Service
 from penstock_chassis.tls import ClientTls
-from penstock_interception.calls import Call
+from penstock_interception.calls import Dialect
 from penstock_interception.codecs import CodecCache
 from penstock_interception.dispatch import DispatchLimits
 from penstock_interception.gate import Gate, GateLimits
@@ -71,10 +71,12 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         codecs = CodecCache(settings.state_dir / "tokenizers", pool)
         sources = await _sources(settings, codecs, http, stack)
         tasks = await stack.enter_async_context(_cancelled_at_exit())
-        turns = Turns(store, sources, tasks, pool, limits=_limits(settings))
         dialects: tuple[DialectCodec, ...] = (ChatCompletions(),)
         parse = partial(_parse, {dialect.dialect: dialect for dialect in dialects})
-        restored = await turns.restore(parse)
+        turns = Turns(
+            store, sources, tasks, pool, parse=parse, limits=_limits(settings), closed_kept=settings.closed_kept
+        )
+        restored = await turns.restore()
         _log.info("restored", rollouts=restored)
         tasks.create_task(_keep_time(turns.gate))
         stopping = asyncio.Event()
@@ -135,8 +137,8 @@ def _limits(settings: InterceptionSettings) -> GateLimits:
     )
 
 
-def _parse(dialects: dict[str, DialectCodec], call: Call) -> ChatRequest:
-    return dialects[call.arrival.dialect].parse(call.arrival.body)
+def _parse(dialects: dict[Dialect, DialectCodec], dialect: Dialect, body: bytes) -> ChatRequest:
+    return dialects[dialect].parse(body)
 
 
 @asynccontextmanager
@@ -199,7 +201,10 @@ async def _keep_time(gate: Gate) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(wait):
                 await gate.sooner.wait()
-        await gate.tick()
+        try:
+            await gate.tick()
+        except Exception:  # noqa: BLE001 - one deadline's trouble must not stop all others
+            _log.exception("a deadline could not be served")
 
 
 async def _drain(gate: Gate, stopping: asyncio.Event, grace_s: float) -> None:

@@ -194,6 +194,8 @@ class ModelFacts:
     parser: str = ""
     vocabulary_size: int | None = None
     max_context_tokens: int | None = None
+    # An upstream that tells the token ids of prompt and completion, and logprobs, when it is asked.
+    tells_tokens: bool = False
 
 
 @dataclass(slots=True)
@@ -239,6 +241,8 @@ class Rollout:
     held_since: float | None = None
     paused_s: float = 0.0
     caller_key: str | None = None
+    # Its calls and graph are on disk only, until somebody asks for them: so it is with most closed rollouts.
+    shelved: bool = False
 
     @property
     def id(self) -> str:

@@ -37,6 +37,8 @@ class Completion:
     """What an engine or a trainer answers a call with: tokens, or a message from a source that has none, or both."""
 
     tokens: Tokens | None = None
+    # The prompt as the engine saw it, from a source that renders the conversation itself.
+    prompt_ids: IntArray | None = None
     message: Message | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None

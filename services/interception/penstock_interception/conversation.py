@@ -7,6 +7,7 @@ again (R82): the graph finds the line that a request continues, and only what is
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ from penstock_codec.chat import FinishReason, Message, Tool, ToolCallPart, Usage
 from penstock_interception.calls import Answerer, Call, Opening, Prompt
 from penstock_interception.completions import Completion, Tokens, violations_of
 from penstock_interception.graph import CommitRecord, Plan, Sampled, TokenGraph
+from penstock_interception.graph.model import IntArray
+from penstock_interception.graph.paths import common_prefix
 from penstock_interception.ports import CompletionRefused, Recorded
 from penstock_interception.requests import ChatRequest, blank_volatile, hints_for
 
@@ -83,20 +86,24 @@ class Conversation:
         injected = completion.message is not None and (
             answerer is Answerer.TRAINER if parsed is None else not _same(completion.message, parsed.message)
         )
-        # Tokens of a vocabulary that nobody knows here cannot be joined to a prompt: such an answer is kept as text.
-        tokens = completion.tokens if self._codec is not None else None
+        tokens = completion.tokens
+        if self._codec is None and tokens is not None:
+            if completion.prompt_ids is None:
+                tokens = None  # without their prompt they are no sample: kept as text
+            else:
+                plan = self._observed(plan, completion.prompt_ids)
         sampled = _sampled(completion, tokens, message, finish, injected)
         try:
             record = self.graph.commit(call.id, plan, sampled)
         except InvalidArgument as error:
             raise CompletionRefused(f"completion.{v.field}: {v.description}" for v in error.violations) from None
         node = self.graph.calls[call.id]
-        prompt = Prompt(node.prompt_count, node.keep, node.planned_class, node.branch_id, plan.parent_call_id)
+        prompt = Prompt(node.prompt_count, node.keep, record.call_class, node.branch_id, record.parent_call_id)
         usage = completion.usage
         if tokens is not None or usage is None:
             count = completion.count
             usage = replace(usage or Usage(0, 0), prompt_tokens=node.prompt_count, completion_tokens=count)
-        taken = replace(completion, tokens=tokens, finish_reason=finish, usage=usage)
+        taken = replace(completion, tokens=tokens, prompt_ids=None, finish_reason=finish, usage=usage)
         return Recorded(
             completion=taken,
             message=message,
@@ -105,6 +112,22 @@ class Conversation:
             record=record.to_bytes(),
             chain_sha256=record.chain,
             chain_index=node.index,
+        )
+
+    def _observed(self, plan: Plan, ids: IntArray) -> Plan:
+        """The plan with the prompt that the engine rendered: on the line before when it goes on from its tokens."""
+        parent = self.graph.calls.get(plan.parent_call_id or "")
+        before = self.graph.path(parent.call_id) if parent is not None else ids[:0]
+        keep = common_prefix(before, ids)
+        known = replace(plan, prompt_ids=ids, shared_prefix_len=keep, suffix_ids=ids[keep:])
+        if parent is None or keep == before.size:
+            return known
+        return replace(
+            known,
+            parent_call_id=parent.call_id if keep else None,
+            new_branch=True,
+            branch_id=secrets.token_hex(16),
+            reason="the engine's prompt does not go on from the turn before",
         )
 
 

@@ -161,10 +161,9 @@ class Gate:
                 self.cancel(call, "ROLLOUT_CLOSED")
             self.changes.rollout_closed(rollout)
             self._set_deadline(("retention", rollout.id), self.limits.retention_s)
-        written = self._store.update_rollout(rollout)
         for call in self._open_calls(rollout):  # claimed: their commit is under way
             await asyncio.wait([call.ended])
-        await written
+        await self._store.update_rollout(rollout)
         return rollout
 
     async def delete(self, rollout_id: str) -> None:
@@ -239,6 +238,10 @@ class Gate:
         if call is None:
             raise NotFound("No such call.", reason="CALL_UNKNOWN")
         return call
+
+    def knows(self, call_id: str) -> bool:
+        """Whether a call is in memory."""
+        return call_id in self._calls
 
     def open_calls(self) -> list[Call]:
         """Calls that have not ended."""
@@ -351,6 +354,18 @@ class Gate:
         """A call was leased when the service died; its session may come back for it."""
         call.plan, call.prompt, call.sampling = plan, Prompt.of(plan), sampling
         self.dispatcher.restore_lease(call, session_id, lease_id)
+
+    def shelve(self, rollout: Rollout) -> None:
+        """Lets go of a closed rollout's calls; the journal has them."""
+        for call in rollout.calls:
+            self._calls.pop(call.id, None)
+        rollout.calls, rollout.by_retry_key, rollout.shelved = [], {}, True
+
+    def unshelve(self, rollout: Rollout, calls: list[Call]) -> None:
+        """Takes them back."""
+        rollout.calls, rollout.shelved = calls, False
+        for call in calls:
+            self._calls[call.id] = call
 
     # Private ---------------------------------------------------------------------------------------------------------
 

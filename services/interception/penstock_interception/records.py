@@ -11,12 +11,13 @@ import orjson
 from pydantic import TypeAdapter
 
 from penstock_codec.chat import Sampling, Usage
-from penstock_interception.calls import Arrival, Dialect, ModelFacts, Opening
+from penstock_interception.calls import Arrival, Dialect, ModelFacts, Opening, Totals
 from penstock_interception.completions import Completion, Failure, Timings, Tokens
 from penstock_interception.graph.model import Sampled
 
 _OPENING = TypeAdapter(Opening)
 _FACTS = TypeAdapter(ModelFacts)
+_TOTALS = TypeAdapter(Totals)
 _SAMPLING = TypeAdapter(Sampling)
 _USAGE = TypeAdapter(Usage)
 _TIMINGS = TypeAdapter(Timings)
@@ -118,6 +119,16 @@ def dump_facts(facts: ModelFacts) -> bytes:
 def load_facts(data: bytes) -> ModelFacts:
     """Of `dump_facts`."""
     return _FACTS.validate_json(data)
+
+
+def dump_totals(totals: Totals) -> bytes:
+    """For `load_totals`."""
+    return _TOTALS.dump_json(totals)
+
+
+def load_totals(data: bytes) -> Totals:
+    """Of `dump_totals`."""
+    return _TOTALS.validate_json(data)
 
 
 def dump_sampling(sampling: Sampling) -> bytes:

@@ -61,7 +61,9 @@ class InterceptionSettings(ServiceSettings):
     ingress_tls_cert: Path | None = Field(None, description="PEM certificate of the ingress, for a wide bind")
     ingress_tls_key: Path | None = Field(None, description="PEM private key of the ingress")
     inference_address: str = Field("127.0.0.1:7704", description='the default inference service; "" has none')
-    inference_token: SecretStr | None = Field(None, description="its token")
+    inference_token: SecretStr | None = Field(
+        None, description="operator or trainer token of the default inference service"
+    )
     inference: dict[str, InferenceEndpoint] = Field(default_factory=dict, description="further ones by name")
     upstreams: dict[str, UpstreamSettings] = Field(default_factory=dict, description="endpoints by name")
     tokenizers: dict[str, Path] = Field(default_factory=dict, description="tokenizer directories by name")
@@ -73,6 +75,7 @@ class InterceptionSettings(ServiceSettings):
     resume_window_s: float = Field(30.0, ge=0, description="seconds that a lost session may be resumed")
     heartbeat_s: float = Field(15.0, gt=0, description="interval of heartbeats on trainers' streams")
     retention_s: float = Field(24 * 3600.0, ge=0, description="seconds that a closed rollout's capture is kept")
+    closed_kept: int = Field(256, ge=0, description="closed rollouts whose calls stay in memory; others are on disk")
     first_byte_s: float = Field(1.0, ge=0, description="seconds that a stream's HTTP status waits for the answer")
     keep_alive_s: float = Field(5.0, gt=0, description="interval of keep-alives on held streams")
     codec_threads: int = Field(2, ge=1, le=64, description="threads for long prompts and answers")

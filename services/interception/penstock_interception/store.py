@@ -13,7 +13,6 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Row
@@ -25,7 +24,7 @@ from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.journal import Journal, Statement
 from penstock_interception import records
 from penstock_interception.budgets import Spent
-from penstock_interception.calls import Answerer, Call, CallState, Rollout, RolloutState, Totals
+from penstock_interception.calls import Answerer, Call, CallState, Prompt, Rollout, RolloutState, Totals
 from penstock_interception.graph.record import CommitRecord
 
 _log = structlog.get_logger(__name__)
@@ -34,7 +33,7 @@ _SCHEMA = """
 CREATE TABLE rollouts (
     rollout_id TEXT PRIMARY KEY, request_id TEXT NOT NULL UNIQUE, salt TEXT NOT NULL, opening BLOB NOT NULL,
     state TEXT NOT NULL, created REAL NOT NULL, closed REAL, close_reason TEXT NOT NULL, exhausted TEXT NOT NULL,
-    paused_s REAL NOT NULL, facts BLOB NOT NULL
+    paused_s REAL NOT NULL, facts BLOB NOT NULL, totals BLOB NOT NULL
 ) STRICT;
 CREATE TABLE calls (
     call_id TEXT PRIMARY KEY, rollout_id TEXT NOT NULL REFERENCES rollouts ON DELETE CASCADE, position INTEGER NOT NULL,
@@ -43,7 +42,7 @@ CREATE TABLE calls (
     state TEXT NOT NULL, end_reason TEXT NOT NULL DEFAULT '', ended REAL, leases INTEGER NOT NULL DEFAULT 0,
     injected INTEGER NOT NULL DEFAULT 0, told INTEGER NOT NULL DEFAULT 0, http_attempts INTEGER NOT NULL DEFAULT 1,
     lease_id TEXT NOT NULL DEFAULT '', session_id TEXT NOT NULL DEFAULT '', prompt_sha256 BLOB,
-    min_policy_version INTEGER, delegated INTEGER NOT NULL DEFAULT 0, sampling BLOB, answerer TEXT,
+    min_policy_version INTEGER, delegated INTEGER NOT NULL DEFAULT 0, sampling BLOB, answerer TEXT, leased REAL,
     answer_order INTEGER UNIQUE, answer_sha256 BLOB, completion BLOB, failure BLOB, graph BLOB
 ) STRICT;
 CREATE UNIQUE INDEX calls_by_rollout ON calls (rollout_id, position);
@@ -99,7 +98,7 @@ class CallStore:
         """A rollout was opened."""
         opening = rollout.opening
         return self._submit(
-            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, '', '', 0, ?)",
+            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, '', '', 0, ?, ?)",
             opening.rollout_id,
             opening.request_id,
             rollout.salt,
@@ -107,18 +106,20 @@ class CallStore:
             rollout.state.value,
             rollout.created,
             records.dump_facts(rollout.facts),
+            records.dump_totals(rollout.totals),
         )
 
     def update_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]:
         """Its state changed."""
         return self._submit(
-            "UPDATE rollouts SET state = ?, closed = ?, close_reason = ?, exhausted = ?, paused_s = ?"
-            " WHERE rollout_id = ?",
+            "UPDATE rollouts SET state = ?, closed = ?, close_reason = ?, exhausted = ?, paused_s = ?,"
+            " totals = ? WHERE rollout_id = ?",
             rollout.state.value,
             rollout.closed,
             rollout.close_reason,
             rollout.exhausted_budget,
             rollout.paused_s,
+            records.dump_totals(rollout.totals),
             rollout.id,
         )
 
@@ -182,8 +183,8 @@ class CallStore:
         state = CallState.FAILED if completion is None else CallState.DELIVERED
         return self._submit(
             "UPDATE calls SET state = ?, end_reason = ?, ended = ?, leases = ?, injected = ?, http_attempts = ?,"
-            " answerer = ?, answer_order = ?, answer_sha256 = ?, completion = ?, failure = ?, graph = ?"
-            " WHERE call_id = ?",
+            " answerer = ?, answer_order = ?, answer_sha256 = ?, completion = ?, failure = ?, graph = ?,"
+            " leased = ?, sampling = ? WHERE call_id = ?",
             state.value,
             failure.reason if failure is not None else "",
             call.ended_at,
@@ -196,6 +197,8 @@ class CallStore:
             records.dump_extras(completion) if completion is not None else None,
             records.dump_failure(failure) if failure is not None else None,
             record or None,
+            call.leased_at,
+            records.dump_sampling(call.sampling),
             call.id,
         )
 
@@ -224,26 +227,18 @@ class CallStore:
         rows = await self._journal.query("SELECT body FROM calls WHERE call_id = ?", (call_id,))
         return bytes(rows[0][0]) if rows else b""
 
-    async def load(self) -> AsyncIterator[StoredRollout]:
-        """All rollouts, oldest first."""
-        for row in await self._journal.query("SELECT * FROM rollouts ORDER BY created"):
-            yield await self._load_rollout(row)
+    async def rollouts(self) -> list[Rollout]:
+        """All rollouts, oldest first, without their calls."""
+        rows = await self._journal.query("SELECT * FROM rollouts ORDER BY created")
+        return [self._load_rollout(row) for row in rows]
 
-    async def _load_rollout(self, row: Row) -> StoredRollout:
-        opening = records.load_opening(row["opening"])
-        token = self.token_of(opening.rollout_id, row["salt"])
-        rollout = Rollout(
-            opening,
-            row["salt"],
-            hashlib.sha256(token.encode()).digest(),
-            row["created"],
-            facts=records.load_facts(row["facts"]),
-            state=RolloutState(row["state"]),
-            closed=row["closed"],
-            close_reason=row["close_reason"],
-            exhausted_budget=row["exhausted"],
-            paused_s=row["paused_s"],
-        )
+    async def rollout_of(self, call_id: str) -> str | None:
+        """The id of the rollout that a call belongs to; None when it is unknown."""
+        rows = await self._journal.query("SELECT rollout_id FROM calls WHERE call_id = ?", (call_id,))
+        return str(rows[0][0]) if rows else None
+
+    async def load(self, rollout: Rollout) -> StoredRollout:
+        """A rollout's calls, graph and leases; its counts are set from them."""
         rows = await self._journal.query("SELECT * FROM calls WHERE rollout_id = ? ORDER BY position", (rollout.id,))
         calls = [_load_call(rollout, item) for item in rows]
         by_id = {call.id: call for call in calls}
@@ -254,6 +249,8 @@ class CallStore:
             call.completion = records.completion_of(record.sampled, item["completion"])
             call.message = record.sampled.message
             call.chain_sha256, call.chain_index = record.chain, index
+            count = record.keep + int(record.suffix.size)
+            call.prompt = Prompt(count, record.keep, record.call_class, record.branch_id, record.parent_call_id)
         rollout.totals, rollout.spent = _count(calls)
         leases = [
             (call, item["session_id"], item["lease_id"], item["prompt_sha256"] or b"")
@@ -261,6 +258,23 @@ class CallStore:
             if item["session_id"] and not call.state.terminal
         ]
         return StoredRollout(rollout, calls, graph, leases)
+
+    def _load_rollout(self, row: Row) -> Rollout:
+        opening = records.load_opening(row["opening"])
+        token = self.token_of(opening.rollout_id, row["salt"])
+        return Rollout(
+            opening,
+            row["salt"],
+            hashlib.sha256(token.encode()).digest(),
+            row["created"],
+            facts=records.load_facts(row["facts"]),
+            state=RolloutState(row["state"]),
+            closed=row["closed"],
+            close_reason=row["close_reason"],
+            exhausted_budget=row["exhausted"],
+            totals=records.load_totals(row["totals"]),
+            paused_s=row["paused_s"],
+        )
 
     def _submit(self, sql: str, *params: str | float | bytes | None) -> asyncio.Future[list[int]]:
         statement: Statement = (sql, params)
@@ -309,6 +323,7 @@ def _load_call(rollout: Rollout, row: Row) -> Call:
         min_policy_version=row["min_policy_version"],
         answerer=Answerer(row["answerer"]) if row["answerer"] is not None else None,
         ended_at=row["ended"],
+        leased_at=row["leased"],
         leases=row["leases"],
         http_attempts=row["http_attempts"],
         told=bool(row["told"]),

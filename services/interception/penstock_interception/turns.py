@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import TypeVar
@@ -18,7 +19,7 @@ import structlog
 from penstock_chassis.errors import PenstockError
 from penstock_codec import CodecError
 from penstock_codec.chat import Sampling
-from penstock_interception.calls import Answerer, Arrival, Call, Opening, Rollout
+from penstock_interception.calls import Answerer, Arrival, Call, Dialect, Opening, Rollout, RolloutState
 from penstock_interception.clock import Clock
 from penstock_interception.completions import Completion, Failure
 from penstock_interception.conversation import Conversation
@@ -29,7 +30,7 @@ from penstock_interception.requests import ChatRequest
 from penstock_interception.sampling import with_max_tokens
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
 from penstock_interception.sources.registry import Sources
-from penstock_interception.store import CallStore
+from penstock_interception.store import CallStore, StoredRollout
 
 _log = structlog.get_logger(__name__)
 
@@ -50,15 +51,22 @@ class Turns:
         tasks: asyncio.TaskGroup,
         pool: Executor,
         *,
+        parse: Callable[[Dialect, bytes], ChatRequest],
         limits: GateLimits | None = None,
         clock: Clock | None = None,
+        closed_kept: int = 256,
     ) -> None:
+        """`parse` reads a stored body again; `closed_kept` closed rollouts stay in memory, the others on disk."""
         self.store = store
         self.gate = Gate(store, self, limits=limits, clock=clock)
         self._sources = sources
         self._tasks = tasks
         self._pool = pool
+        self._parse = parse
         self._conversations: dict[str, Conversation] = {}
+        self._closed: OrderedDict[str, Rollout] = OrderedDict()
+        self._closed_kept = closed_kept
+        self._shelf = asyncio.Lock()
 
     # Rollouts --------------------------------------------------------------------------------------------------------
 
@@ -81,30 +89,56 @@ class Turns:
                 self._conversations.pop(opening.rollout_id, None)
             raise
 
-    def conversation(self, rollout: Rollout) -> Conversation:
-        """The rollout's graph and codec."""
+    async def close(self, rollout_id: str, reason: str) -> Rollout:
+        """As Gate.close; the rollouts closed longest ago leave memory."""
+        rollout = await self.gate.close(rollout_id, reason)
+        if not rollout.shelved:
+            self._use_closed(rollout)
+        return rollout
+
+    async def conversation(self, rollout: Rollout) -> Conversation:
+        """The rollout's graph and codec, with its calls in their place; read from the journal when they were shelved.
+
+        Raises DataLoss when its records are damaged.
+        """
+        if rollout.state is RolloutState.CLOSED:
+            async with self._shelf:
+                if rollout.shelved:
+                    stored = await self.store.load(rollout)
+                    self._conversations[rollout.id] = await self._rebuild(stored)
+                    self.gate.unshelve(rollout, stored.calls)
+                self._use_closed(rollout)
         return self._conversations[rollout.id]
 
-    async def restore(self, parse: Callable[[Call], ChatRequest]) -> int:
-        """Takes everything back from the journal; `parse` reads a stored body. Returns how many rollouts came back."""
+    async def find_call(self, call_id: str) -> Call:
+        """A call, wherever it is kept. Raises NotFound CALL_UNKNOWN."""
+        if not self.gate.knows(call_id):
+            rollout = self.gate.find(await self.store.rollout_of(call_id) or "")
+            if rollout is not None:
+                await self.conversation(rollout)
+        return self.gate.call(call_id)
+
+    async def restore(self) -> int:
+        """Takes everything back from the journal. Returns how many rollouts are open."""
         count = 0
-        async for stored in self.store.load():
-            rollout = stored.rollout
+        for rollout in await self.store.rollouts():
+            if rollout.state is RolloutState.CLOSED:
+                self.gate.restore(rollout, [])
+                rollout.shelved = True
+                continue
             try:
-                codec = await self._sources.codec(rollout.facts)
-                conversation = Conversation(
-                    rollout.opening, codec, vocab_size=rollout.facts.vocabulary_size, records=stored.graph
-                )
+                stored = await self.store.load(rollout)
+                self._conversations[rollout.id] = await self._rebuild(stored)
             except (PenstockError, CodecError) as error:
                 _log.error("a rollout cannot be restored", rollout_id=rollout.id, reason=error.reason)
                 continue
             count += 1
-            self._conversations[rollout.id] = conversation
             self.gate.restore(rollout, stored.calls)
             leases = {call.id: (session, lease, prompt) for call, session, lease, prompt in stored.leases}
             for call in stored.calls:
                 if not call.state.terminal:
-                    self._prepare(call, parse(call), leases.get(call.id))
+                    request = self._parse(call.arrival.dialect, call.arrival.body)
+                    self._prepare(call, request, leases.get(call.id))
         return count
 
     # Calls -----------------------------------------------------------------------------------------------------------
@@ -140,12 +174,35 @@ class Turns:
     def forget(self, rollout: Rollout) -> None:
         """For the gate: the rollout is deleted."""
         self._conversations.pop(rollout.id, None)
+        self._closed.pop(rollout.id, None)
 
     def answer_by_source(self, call: Call) -> None:
         """For the gate: the rollout's model source answers this call."""
         call.work = self._tasks.create_task(self._ask_source(call))
 
     # Private ---------------------------------------------------------------------------------------------------------
+
+    def _use_closed(self, rollout: Rollout) -> None:
+        """Keeps the closed rollouts that were used last."""
+        self._closed[rollout.id] = rollout
+        self._closed.move_to_end(rollout.id)
+        while len(self._closed) > self._closed_kept:
+            _, oldest = self._closed.popitem(last=False)
+            self.gate.shelve(oldest)
+            self._conversations.pop(oldest.id, None)
+
+    async def _rebuild(self, stored: StoredRollout) -> Conversation:
+        rollout = stored.rollout
+        codec = await self._sources.codec(rollout.facts)
+        conversation = Conversation(
+            rollout.opening, codec, vocab_size=rollout.facts.vocabulary_size, records=stored.graph
+        )
+        for call in stored.calls:  # tools are in the bodies only; one body for each set of them
+            digest = call.arrival.tools_sha256
+            if digest and digest not in conversation.tools:
+                body = await self.store.body(call.id)
+                conversation.tools[digest] = self._parse(call.arrival.dialect, body).tools
+        return conversation
 
     def _conversation(self, opening: Opening, resolved: Resolved) -> Conversation:
         return Conversation(opening, resolved.codec, vocab_size=resolved.facts.vocabulary_size)
@@ -154,7 +211,7 @@ class Turns:
         conversation = self._conversations[call.rollout.id]
         try:
             plan = conversation.plan(request, call.arrival.agent_session, len(call.arrival.body))
-        except (CodecError, PenstockError) as error:
+        except Exception as error:  # noqa: BLE001 - a call that cannot be planned fails, and fails alone
             self._refuse(call, error)
         else:
             self._offer(call, plan, lease)
@@ -164,7 +221,7 @@ class Turns:
         session, length = call.arrival.agent_session, len(call.arrival.body)
         try:
             plan = await self._elsewhere(lambda: conversation.plan(request, session, length))
-        except (CodecError, PenstockError) as error:
+        except Exception as error:  # noqa: BLE001 - as above; in a task group it would take the service along
             self._refuse(call, error)
         else:
             self._offer(call, plan, None)
@@ -184,9 +241,13 @@ class Turns:
                 return
         self.gate.offer(call, plan, sampling)
 
-    def _refuse(self, call: Call, error: CodecError | PenstockError) -> None:
-        # The template's author and the codec speak to the agent here: its own conversation is what cannot be taken.
-        self.gate.fail(call, Failure(error.reason, str(error), retriable=False))
+    def _refuse(self, call: Call, error: Exception) -> None:
+        if isinstance(error, CodecError | PenstockError):
+            # The template and the codec speak to the agent here: its own conversation is what cannot be taken.
+            self.gate.fail(call, Failure(error.reason, str(error), retriable=False))
+            return
+        _log.error("a prompt could not be made", call_id=call.id, rollout_id=call.rollout.id, exc_info=error)
+        self.gate.fail(call, Failure("INTERNAL"))
 
     async def _ask_source(self, call: Call) -> None:
         rollout = call.rollout

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from penstock_sandbox.backends.local import runtimes
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.installer import Installer
 from penstock_sandbox.model import Resources
-from penstock_sandbox.sandboxes import MIGRATIONS, Limits, Sandboxes
+from penstock_sandbox.policy import Limits
+from penstock_sandbox.sandboxes import MIGRATIONS, Sandboxes
 from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.snapshots import Snapshots
 from penstock_sandbox.toolboxes import Toolboxes
@@ -57,6 +59,9 @@ def local_backend(settings: SandboxSettings) -> Backend:
 @asynccontextmanager
 async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
     """Open everything. Raises FailedPrecondition when the default backend is not installed."""
+    # Pipes, doors and endpoints: the customary 1024 is not enough for a few hundred sandboxes.
+    files_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_limit, files_limit))
     async with AsyncExitStack() as stack:
         # The journal's lock is what makes this instance the only one on its state directory: it comes first.
         journal = await stack.enter_async_context(

@@ -37,6 +37,11 @@ ROLES = {f"{_PACKAGE}.{name}": (Role.TRAINER,) for name in _SERVICES} | {
 
 def servicers(app: App) -> Service:
     """What to serve for an opened app."""
+
+    async def drain(_seconds: float) -> None:
+        # A sandbox cannot outlive the service, so waiting for what runs in it would only delay its end.
+        await app.sandboxes.drain()
+
     return Service(
         registrations=(
             (
@@ -48,6 +53,7 @@ def servicers(app: App) -> Service:
             (ToolboxServicer(app.toolboxes), toolbox_service_pb2_grpc.add_ToolboxServiceServicer_to_server),
         ),
         roles=ROLES,
+        drain=drain,
     )
 
 

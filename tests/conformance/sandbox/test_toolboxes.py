@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from tests.conformance.sandbox.conftest import MakeBox, failure
+from tests.conformance.sandbox.services import Running
 
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import toolbox_service_pb2 as tb
-from tests.conformance.sandbox.conftest import MakeBox, failure
-from tests.conformance.sandbox.services import Running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -231,7 +231,7 @@ async def test_an_acknowledged_answer_is_neither_lost_nor_asked_for_again(victim
 async def test_killed_at_any_moment_a_conversation_ends_with_one_turn_per_question(
     victim: Victim, codec: Codec, delay_ms: int
 ) -> None:
-    """R34, R82: whatever the moment of the kill, each of three questions is one call, in one unbroken line of tokens."""
+    """R34, R82: whatever the moment of the kill, each of three questions is one call of one unbroken line."""
     token = (await opened(victim)).token
     told: list[str] = []
 

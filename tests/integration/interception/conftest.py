@@ -178,6 +178,8 @@ class Service:
         self._stack = stack
         self._opened = 0
         self.ingress = ""
+        # The service's own inside, for tests that look at what is left over.
+        self.turns: Any = None
 
     async def open(self, rollout_id: str | None = None, **options: Any) -> Rollout:
         """Opens a rollout in gate mode on the tiny tokenizer."""
@@ -252,6 +254,8 @@ async def running(made: InterceptionSettings, codec: Codec) -> AsyncIterator[Ser
         channel = await stack.enter_async_context(connect(server.address, TRAINER))
         made_service = Service(channel, server.address, codec, stack)
         made_service.ingress = service.endpoints["ingress"]
+        servicer: Any = service.registrations[0][0]
+        made_service.turns = servicer._turns
         yield made_service
 
 

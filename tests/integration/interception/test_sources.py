@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import openai
 import pytest
 from aiohttp import web
@@ -51,12 +52,14 @@ async def inference(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Callab
 
 
 @asynccontextmanager
-async def upstream(answer: Callable[[web.Request, dict[str, Any]], Any]) -> AsyncIterator[tuple[str, list[Any]]]:
+async def upstream(
+    answer: Callable[[web.Request, dict[str, Any]], Any], owner: str = "nobody"
+) -> AsyncIterator[tuple[str, list[Any]]]:
     """An OpenAI-compatible endpoint that answers as it is told and remembers what it was sent."""
     seen: list[Any] = []
 
     async def models(request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": []})
+        return web.json_response({"object": "list", "data": [{"id": "m", "owned_by": owner}]})
 
     async def chat(request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -210,3 +213,29 @@ async def test_an_operators_key_goes_to_the_operators_address_only(start: Any) -
             rollout = await service.open(mode=PROXY, source=source)
             await rollout.client().chat.completions.create(model="m", messages=ASK)
     assert [headers.get("Authorization") for headers, _ in seen] == ["Bearer operators-key", None]
+
+
+async def test_an_upstream_that_tells_tokens_is_captured_exactly(service: Any) -> None:
+    """R82: a server that returns token ids is asked for them; the second turn continues the first one's ids."""
+    prompts = [[1, 2, 3], [1, 2, 3, 10, 11, 4, 5]]
+
+    def answer(_request: web.Request, body: dict[str, Any]) -> dict[str, Any]:
+        assert body["return_token_ids"] and body["logprobs"]
+        value = said("one")
+        value["prompt_token_ids"] = prompts[(len(body["messages"]) - 1) // 2]
+        value["choices"][0]["token_ids"] = [10, 11]
+        value["choices"][0]["logprobs"] = {"content": [{"token": "x", "logprob": -0.25}] * 2}
+        return value
+
+    async with upstream(answer, owner="vllm") as (url, _):
+        rollout = await service.open(mode=PROXY, source=from_caller(url))
+        client = rollout.client()
+        await client.chat.completions.create(model="m", messages=ASK)
+        more = [*ASK, {"role": "assistant", "content": "one"}, {"role": "user", "content": "go on"}]
+        await client.chat.completions.create(model="m", messages=more)
+    await service.close(rollout.rollout_id)
+    captured = await service.capture(rollout.rollout_id)
+    assert captured.grade == trajectory_pb2.GRADE_EXACT
+    (sample,) = captured.samples
+    assert list(np.frombuffer(sample.input_ids, "<i4")) == [1, 2, 3, 10, 11, 4, 5, 10, 11]
+    assert list(sample.loss_mask) == [0, 0, 0, 1, 1, 0, 0, 1, 1]

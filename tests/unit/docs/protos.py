@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 import grpc
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from grpc_tools import protoc
-
 from tests.unit.docs.pages import ROOT
 
 _SERVICE, _METHOD = 6, 2

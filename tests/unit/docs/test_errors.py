@@ -41,7 +41,7 @@ CLIENT_KINDS = frozenset(
 PASSED_ON = {
     "chassis": {
         "penstock_chassis/rpc_status.py: kind(reason=reason)": "the reason of the service that was called",
-        "penstock_chassis/rpc_status.py: kind(reason=f'TRANSPORT_{code.name}')": "the transport's, explained in the text",
+        "penstock_chassis/rpc_status.py: kind(reason=f'TRANSPORT_{code.name}')": "the transport's own",
     },
     "sandbox": {
         "penstock_sandbox/backends/local/errors.py: kind(reason=reason)": "from the table above it, which is read",
@@ -78,14 +78,14 @@ def page() -> dict[str, list[Row]]:
 def test_each_reason_of_a_service_stands_in_its_table_with_its_code_and_no_other_does(
     component: str, page: dict[str, list[Row]]
 ) -> None:
-    """R48: an error has a name, a meaning and a way on."""
+    """An error has a name, a meaning and a way on."""
     found, unread = code.raised(component, frozenset(CODES))
     assert unread == PASSED_ON[component].keys()
     _compare(found, page[HEADINGS[component]], "code", lambda kind: CODES[kind])
 
 
 def test_each_reason_of_the_client_stands_in_its_table_with_its_exception(page: dict[str, list[Row]]) -> None:
-    """R48"""
+    """What the client finds by itself is told the same way."""
     found, unread = code.raised("client", CLIENT_KINDS)
     assert unread == PASSED_ON["client"].keys()
     _compare(found, page["Python client and command line"], "exception", lambda kind: kind)
@@ -101,7 +101,7 @@ def test_every_error_class_has_one_code_and_the_client_the_same_names() -> None:
 def test_each_failure_of_a_rollout_stands_in_its_table_with_cause_and_whether_a_retry_helps(
     page: dict[str, list[Row]],
 ) -> None:
-    """R62: the cause is recorded on every way out."""
+    """Cause, reason and whether to try again are what a trainer decides by."""
     found: dict[str, tuple[str, str]] = {}
     unread = []
     for module in code.modules("driver"):
@@ -117,7 +117,7 @@ def test_each_failure_of_a_rollout_stands_in_its_table_with_cause_and_whether_a_
             if not names:
                 unread.append(ast.unparse(call))
             for name in names:
-                helps = {True: "yes", False: "no"}[retriable.value] if isinstance(retriable, ast.Constant) else ANY
+                helps = ("yes" if retriable.value else "no") if isinstance(retriable, ast.Constant) else ANY
                 assert found.setdefault(name, (cause, helps)) == (cause, helps)
     assert unread == [
         "Failure(Cause.INFRASTRUCTURE, error.reason, error.message, retriable, phase)",  # another service's own
@@ -131,7 +131,7 @@ def test_each_failure_of_a_rollout_stands_in_its_table_with_cause_and_whether_a_
 
 
 def test_each_reason_why_a_sandbox_is_lost_stands_in_its_table(page: dict[str, list[Row]]) -> None:
-    """R43: the end of a sandbox is told with its reason."""
+    """The end of a sandbox is told with its reason."""
     found = set[str]()
     for module in code.modules("sandbox"):
         for call in module.calls():
@@ -144,7 +144,7 @@ def test_each_reason_why_a_sandbox_is_lost_stands_in_its_table(page: dict[str, l
 def test_each_rejection_of_a_result_stands_in_its_table_with_the_client_s_exception(
     page: dict[str, list[Row]],
 ) -> None:
-    """R29: a delivery is judged against its call, and the trainer is told how."""
+    """A delivery is judged against its call, and the trainer is told how."""
     rows = page["Why a result was rejected"]
     names = set(intercept_service_pb2.ResultRejected.Reason.keys()) - {"REASON_UNSPECIFIED"}
     assert {row["reason"] for row in rows} == names
@@ -155,7 +155,7 @@ def test_each_rejection_of_a_result_stands_in_its_table_with_the_client_s_except
 
 
 def test_each_reason_why_a_call_has_no_answer_stands_in_its_table(page: dict[str, list[Row]]) -> None:
-    """R26: nothing is dropped silently."""
+    """A call that nobody answers says why."""
     found = set[str]()
     position = {"Failure": 0, "SourceError": 0, "cancel": 1, "_end": 2, "_finish": 2}
     for module in code.modules("interception"):
@@ -166,7 +166,7 @@ def test_each_reason_why_a_call_has_no_answer_stands_in_its_table(page: dict[str
 
 
 def test_each_finding_of_a_grade_stands_in_its_table_with_its_severity(page: dict[str, list[Row]]) -> None:
-    """R83: each trajectory is graded, with the reasons."""
+    """A grade comes with its reasons."""
     found: dict[str, set[str]] = {}
     for module in code.modules("interception"):
         for call in module.calls():
@@ -184,7 +184,7 @@ def test_each_finding_of_a_grade_stands_in_its_table_with_its_severity(page: dic
 
 
 def test_each_http_error_that_an_agent_may_see_stands_in_its_table(page: dict[str, list[Row]]) -> None:
-    """R33, R36: a malformed body gets the dialect's 4xx; the suites cover 401, 404 and cancel."""
+    """What an SDK does next depends on the status."""
     found = {(400, reason.lower()) for reason in outcomes._OWN_CONVERSATION}
     for module in code.modules("interception"):
         for call in module.calls():
@@ -201,7 +201,7 @@ def test_each_http_error_that_an_agent_may_see_stands_in_its_table(page: dict[st
 
 
 def test_each_reason_of_the_codec_stands_in_its_table(page: dict[str, list[Row]]) -> None:
-    """R82: what cannot become tokens exactly is refused by name."""
+    """What cannot become tokens exactly is refused by name."""
     found = set[str]()
     for module in code.modules("codec"):
         for call in module.calls():
@@ -213,13 +213,13 @@ def test_each_reason_of_the_codec_stands_in_its_table(page: dict[str, list[Row]]
 
 
 def test_the_exit_codes_of_the_command_line_stand_in_their_table(page: dict[str, list[Row]]) -> None:
-    """R59: an exit code is a promise."""
+    """An exit code is a promise to scripts."""
     found = {name: value for name, value in vars(console).items() if name.isupper() and isinstance(value, int)}
     assert found == {row["name"]: int(row["code"]) for row in page["Exit codes of `penstock`"]}
 
 
 def test_the_exit_codes_of_the_shell_agent_stand_in_their_table(page: dict[str, list[Row]]) -> None:
-    """R59"""
+    """They decide what the driver calls a success."""
     module = next(item for item in code.modules("driver") if item.path.endswith("agents/shell_agent.py"))
     found = set[int]()
     for node in ast.walk(module.tree):
@@ -238,7 +238,7 @@ def test_the_exit_codes_of_the_shell_agent_stand_in_their_table(page: dict[str, 
 
 
 def test_what_a_proto_s_comment_promises_is_what_the_service_does(page: dict[str, list[Row]]) -> None:
-    """Each `CODE (REASON)` in a comment stands in the service's table with that code, unless its RPC is not served yet."""
+    """Each `CODE (REASON)` in a comment stands in the service's table with that code, if its RPC is served."""
     known = {
         area: {(row["reason"], status) for row in page[heading] + page[EVERY] for status in words(row["code"])}
         for area, heading in HEADINGS.items()
@@ -259,7 +259,7 @@ def test_what_a_proto_s_comment_promises_is_what_the_service_does(page: dict[str
 
 
 def test_every_rpc_has_a_handler_so_that_none_answers_without_a_reason() -> None:
-    """R65: what is not there fails by name. The generated default would answer INTERNAL and nothing else."""
+    """The generated default would answer INTERNAL and nothing else."""
     served = {
         f"{service}/{rpc}"
         for component in ("sandbox", "driver", "interception", "inference")
@@ -270,7 +270,7 @@ def test_every_rpc_has_a_handler_so_that_none_answers_without_a_reason() -> None
 
 
 def test_the_rpcs_that_only_refuse_are_those_that_the_status_page_lists() -> None:
-    """R65: what is not there fails by name, and is told beforehand."""
+    """What is not there fails by name, and is told beforehand."""
     found = {
         (refusal.rpc, CODES[refusal.kind], refusal.reason)
         for component in ("sandbox", "driver", "interception", "inference")

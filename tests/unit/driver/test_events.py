@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock_driver.events import (
@@ -80,6 +80,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(value=JSON)
 def test_the_direct_evaluation_of_an_expression_is_jmespaths_own(value: object) -> None:
     """R71: the short cut for plain rules changes no result."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock_chassis.errors import InvalidArgument
-from penstock_driver.registry import built_in_specs, load_spec
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument
+from penstock_chassis.journal import Journal
+from penstock_driver.app import MIGRATIONS
+from penstock_driver.registry import AgentRegistry, built_in_specs, load_spec
 from penstock_driver.rpc.agents import spec_from_proto, spec_to_proto
 from penstock_driver.specs import AgentSpec, parse_spec
 
@@ -33,6 +37,31 @@ def refusal(data: dict[str, Any]) -> InvalidArgument:
         parse_spec(data)
     assert caught.value.reason == "SPEC_INVALID"
     return caught.value
+
+
+async def test_a_registered_agent_survives_a_restart_and_its_versions_stay_known(tmp_path: Path) -> None:
+    """R66: the newest is listed, an older one is found by its hash, a deleted one is not listed."""
+    toolbox = {"files": [{"path": "bin/x", "content": base64.b64encode(b"\x00\xff")}]}
+    first, second = parse_spec(changed(toolbox=toolbox)), parse_spec(changed(version="2"))
+    async with await Journal.open(tmp_path / "driver.db", MIGRATIONS) as journal:
+        registry = await AgentRegistry.open(journal)
+        await registry.register(first)
+        await registry.register(second)
+    async with await Journal.open(tmp_path / "driver.db", MIGRATIONS) as journal:
+        registry = await AgentRegistry.open(journal)
+        assert registry.get("tool").spec == second
+        assert registry.get("tool", first.sha256).spec == first
+        await registry.delete("tool")
+        assert [agent.spec.name for agent in registry.agents()] == sorted(SPECS)
+        with pytest.raises(FailedPrecondition):
+            await registry.delete("shell")
+
+
+def test_the_guides_example_holds() -> None:
+    """R66: what docs/guides/your-own-agent.md shows is a spec that loads."""
+    guide = (Path(__file__).parents[3] / "docs/guides/your-own-agent.md").read_text("utf-8")
+    example = guide.partition("```yaml\n")[2].partition("```")[0]
+    assert load_spec(example, {"mine.sh": Path(__file__)}).name == "mine"
 
 
 def test_the_built_in_agents_are_the_yaml_files() -> None:
@@ -74,6 +103,8 @@ def test_a_spec_is_known_by_its_content() -> None:
         (changed(events={"rules": [{"when": "type ==", "kind": "done"}]}), "events.rules.0.when", "JMESPath"),
         (changed(mcp={"path": "a", "key": "k", "entry": "{"}), "mcp.entry", "JMESPath"),
         (changed(env={"A B": "x"}), "env.A B.[key]", "pattern"),
+        (changed(needs_root="yes"), "needs_root", "valid boolean"),
+        (changed(success_exit_codes=[True]), "success_exit_codes.0", "valid integer"),
         (changed(check_argv=["{{option.level}}"]), "spec", "may not be used here"),
     ],
 )

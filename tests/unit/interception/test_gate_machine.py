@@ -109,10 +109,19 @@ class Machine(RuleBasedStateMachine):
         )
         self.tasks = asyncio.TaskGroup()
         await self.tasks.__aenter__()
-        self.turns = Turns(self.store, sources, self.tasks, self.pool, limits=LIMITS, clock=self.clock)
-        self.gate = self.turns.gate
         dialect = ChatCompletions()
-        await self.turns.restore(lambda call: dialect.parse(call.arrival.body))
+        self.turns = Turns(
+            self.store,
+            sources,
+            self.tasks,
+            self.pool,
+            parse=lambda _, body: dialect.parse(body),
+            limits=LIMITS,
+            clock=self.clock,
+            closed_kept=1,
+        )
+        self.gate = self.turns.gate
+        await self.turns.restore()
 
     async def _stop(self) -> None:
         await self.store.aclose()
@@ -153,15 +162,16 @@ class Machine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(ROLLOUTS))
     def close_rollout(self, name: str) -> None:
         if self.gate.find(name) is not None:
-            rollout = self.run(self.gate.close(name, "AGENT_EXITED"))
+            rollout = self.run(self.turns.close(name, "AGENT_EXITED"))
             assert rollout.totals.open == 0
             assert self.gate.authorise(name, self.gate.token(rollout)) is None
+            self.forget_shelved()
 
     @rule(name=st.sampled_from(ROLLOUTS))
     def delete_rollout(self, name: str) -> None:
         self.run(self.gate.delete(name))
         assert self.gate.find(name) is None
-        self.forget_deleted()
+        self.forget_shelved()
 
     @rule(name=st.sampled_from(ROLLOUTS), question=st.sampled_from(TEXTS))
     def ask(self, name: str, question: str) -> None:
@@ -275,14 +285,20 @@ class Machine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.run(self.gate.tick())
-        self.forget_deleted()
+        self.forget_shelved()
 
     @rule()
     def crash(self) -> None:
-        before = {call.id: (call.state, call.accepted_digest) for call in self.calls()}
+        for rollout in self.gate.rollouts():
+            if rollout.state is RolloutState.CLOSED:
+                self.run(self.turns.conversation(rollout))  # from the shelf, or to it
+        self.forget_shelved()
+        kept = [call for call in self.calls() if call.rollout.state is not RolloutState.CLOSED]
+        before = {call.id: (call.state, call.accepted_digest) for call in kept}
         self.run(self._stop())
         self.attached.clear()
         self.run(self._start())
+        self.forget_shelved()
         after = {call.id: (call.state, call.accepted_digest) for call in self.calls()}
         assert before.keys() == after.keys()
         for call_id, (state, digest) in before.items():
@@ -292,7 +308,7 @@ class Machine(RuleBasedStateMachine):
             else:
                 assert not after[call_id][0].terminal
 
-    def forget_deleted(self) -> None:
+    def forget_shelved(self) -> None:
         known = {call.id for call in self.calls()}
         self.attached = {key: count for key, count in self.attached.items() if key in known}
         self.leases = [lease for lease in self.leases if lease[0] in known]
@@ -350,6 +366,9 @@ class Machine(RuleBasedStateMachine):
             return
         for rollout in self.gate.rollouts():
             totals = rollout.totals
+            if rollout.shelved:
+                assert totals.open == 0 and not rollout.calls
+                continue
             assert totals.calls == len(rollout.calls) == rollout.spent.calls
             assert totals.open == sum(1 for call in rollout.calls if not call.state.terminal)
             assert totals.delivered == sum(1 for call in rollout.calls if call.state is CallState.DELIVERED)

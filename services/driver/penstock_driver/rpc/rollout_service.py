@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service_pb2_grpc
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Violation
+from penstock_chassis.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Violation
 from penstock_driver.fleet import Fleet, new_id, new_records
 from penstock_driver.preflight import Preflight
 from penstock_driver.records import Filter, GroupRecord, Record
@@ -64,9 +64,10 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             await self._preflight.check(order)
             shown = as_applied(request.spec, order).SerializeToString()
             records = new_records(order, shown, [rollout_id])
-            await self._records.create(request_id, digest, records)
-            self._fleet.start(order, preparation_key(request.spec), records)
-            known = rollout_id
+            known = await self._remember(request_id, digest, records)
+            if known is None:
+                self._fleet.start(order, preparation_key(request.spec), records)
+                known = rollout_id
         return rollout_service_pb2.CreateRolloutResponse(rollout=rollout_to_proto(await self._fleet.get(known)))
 
     async def GetRollout(  # noqa: N802
@@ -149,12 +150,12 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             self._fleet.check_room(count)
             await self._preflight.check(order)
             shown = as_applied(request.spec, order).SerializeToString()
-            known = _chosen_id(request.group_id, "group_id") or new_id("g")
-            ids = tuple(f"{known}-{index}" for index in range(count))
-            records = new_records(order, shown, ids, known)
+            group_id = _chosen_id(request.group_id, "group_id") or new_id("g")
+            ids = tuple(f"{group_id}-{index}" for index in range(count))
+            records = new_records(order, shown, ids, group_id)
             stragglers = request.stragglers
             group = GroupRecord(
-                group_id=known,
+                group_id=group_id,
                 run_id=order.run_id,
                 spec=shown,
                 size=request.size,
@@ -164,8 +165,10 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                 create_time=time.time(),
                 rollout_ids=ids,
             )
-            await self._records.create(request_id, digest, records, group)
-            self._fleet.start(order, preparation_key(request.spec), records, group)
+            known = await self._remember(request_id, digest, records, group)
+            if known is None:
+                self._fleet.start(order, preparation_key(request.spec), records, group)
+                known = group_id
         return rollout_service_pb2.CreateGroupResponse(group=await self._group(known))
 
     async def GetGroup(  # noqa: N802
@@ -269,6 +272,19 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                 yield rollout_service_pb2.ExportTrajectoriesResponse(trajectory=bare, outcome=outcome)
 
     # ------------------------------------------------------------------------------------------------------------------
+
+    async def _remember(
+        self, request_id: str, digest: str, records: Sequence[Record], group: GroupRecord | None = None
+    ) -> str | None:
+        """None when the new rollouts are remembered; what the same request made, when it came twice at once."""
+        try:
+            await self._records.create(request_id, digest, records, group)
+        except AlreadyExists:
+            known = await self._records.known_request(request_id, digest)
+            if known is None:
+                raise
+            return known
+        return None
 
     async def _trajectory(self, record: Record, *, include_bodies: bool) -> AsyncIterator[trajectory_pb2.Trajectory]:
         is_first = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
-from penstock_interception.calls import Call
+from penstock_interception.calls import Call, Dialect
 from penstock_interception.requests import ChatRequest
 from penstock_interception.rpc import convert
 from penstock_interception.sessions import Outbox, View
@@ -18,7 +18,7 @@ CALL_BYTES = 48 << 20
 class CallWriter:
     """Writes calls; `parse` reads a stored body again where a view asks for messages."""
 
-    def __init__(self, parse: Callable[[Call], ChatRequest]) -> None:
+    def __init__(self, parse: Callable[[Dialect, bytes], ChatRequest]) -> None:
         self._parse = parse
 
     def call(self, call: Call, view: View) -> pb.ModelCall:
@@ -65,7 +65,7 @@ class CallWriter:
         if body:
             message.request_body = call.arrival.body
         if messages:
-            request = self._parse(call)
+            request = self._parse(call.arrival.dialect, call.arrival.body)
             message.messages.extend(convert.message_to(item) for item in request.messages)
             message.tools.extend(convert.tool_to(tool) for tool in request.tools)
             message.tool_choice.CopyFrom(convert.choice_to(request.tool_choice))

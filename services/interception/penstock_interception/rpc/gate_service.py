@@ -81,7 +81,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     async def CloseRollout(  # noqa: N802
         self, request: pb.CloseRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CloseRolloutResponse:
-        rollout = await self._gate.close(request.rollout_id, request.reason or "CLOSED")
+        rollout = await self._turns.close(request.rollout_id, request.reason or "CLOSED")
         return pb.CloseRolloutResponse(rollout=trajectory.rollout_to(rollout))
 
     async def DeleteRollout(  # noqa: N802
@@ -113,7 +113,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self, request: pb.GetCaptureRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> AsyncIterator[pb.GetCaptureResponse]:
         rollout = self._gate.rollout(request.rollout_id)
-        conversation = self._turns.conversation(rollout)
+        conversation = await self._turns.conversation(rollout)
         after = request.after_index if request.HasField("after_index") else None
         captured = capture(rollout, conversation, after_index=after)
         body_of = self._turns.store.body if request.include_bodies else None

@@ -21,11 +21,11 @@ from penstock_chassis.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
+    NotFound,
     Unsupported,
 )
 from penstock_interception.calls import Call
 from penstock_interception.completions import Failure
-from penstock_interception.gate import Gate
 from penstock_interception.ports import Accepted, Rejection, RejectionReason
 from penstock_interception.rpc import convert, trajectory
 from penstock_interception.rpc.frames import CallWriter, frames_of
@@ -79,7 +79,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             policy_version=hello.policy_version if hello.HasField("policy_version") else None,
             resume=resume,
         )
-        stream = _Stream(session, self._gate, self._heartbeat_s, self._stopping)
+        stream = _Stream(session, self._turns, self._heartbeat_s, self._stopping)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
             yield self._welcome(session)
@@ -121,7 +121,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     async def CompleteCalls(  # noqa: N802
         self, request: pb.CompleteCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CompleteCallsResponse:
-        acknowledged = await judge(self._gate, request.results, None)
+        acknowledged = await judge(self._turns, request.results, None)
         lost = [lease for lease in request.extend_lease_ids if not self._gate.dispatcher.extend(lease)]
         return pb.CompleteCallsResponse(acknowledged=acknowledged, lost_lease_ids=lost)
 
@@ -134,14 +134,15 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         self, request: pb.ListCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.ListCallsResponse:
         rollout = self._gate.rollout(request.rollout_id)
+        await self._turns.conversation(rollout)
         page, token = paged(rollout.calls, request.page_size, request.page_token, _call_id)
         return pb.ListCallsResponse(calls=[trajectory.call_to(call) for call in page], next_page_token=token)
 
     async def GetCall(  # noqa: N802
         self, request: pb.GetCallRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.GetCallResponse:
-        call = self._gate.call(request.call_id)
-        conversation = self._turns.conversation(call.rollout)
+        call = await self._turns.find_call(request.call_id)
+        conversation = await self._turns.conversation(call.rollout)
         body = await self._turns.store.body(call.id) if request.include_body else b""
         prompt = b""
         if call.plan is not None:
@@ -170,9 +171,10 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
 class _Stream:
     """One session's two halves: what comes in is judged in order, what goes out is whatever has gathered."""
 
-    def __init__(self, session: Session, gate: Gate, heartbeat_s: float, stopping: asyncio.Event) -> None:
+    def __init__(self, session: Session, turns: Turns, heartbeat_s: float, stopping: asyncio.Event) -> None:
         self.session = session
-        self._gate = gate
+        self._turns = turns
+        self._gate = turns.gate
         self._heartbeat_s = heartbeat_s
         self._stopping = stopping
         self._replies: list[pb.InterceptResponse] = []
@@ -231,7 +233,7 @@ class _Stream:
         session, dispatcher = self.session, self._gate.dispatcher
         match request.WhichOneof("frame"):
             case "results":
-                acknowledged = await judge(self._gate, request.results.results, session)
+                acknowledged = await judge(self._turns, request.results.results, session)
                 self._reply(pb.InterceptResponse(acknowledged=acknowledged))
             case "credits":
                 dispatcher.set_credit(session, _credits(request.credits, least=0, bytes_now=session.credit.bytes))
@@ -258,9 +260,9 @@ class _Stream:
         self.session.wake()
 
 
-async def judge(gate: Gate, results: Sequence[pb.CallResult], session: Session | None) -> pb.ResultsAcknowledged:
+async def judge(turns: Turns, results: Sequence[pb.CallResult], session: Session | None) -> pb.ResultsAcknowledged:
     """Each result by itself; returns when all that were accepted are on disk."""
-    verdicts = [await _judge_one(gate, result, session) for result in results]
+    verdicts = [await _judge_one(turns, result, session) for result in results]
     acknowledged = pb.ResultsAcknowledged()
     for verdict in verdicts:
         if isinstance(verdict, Rejection):
@@ -278,7 +280,11 @@ async def judge(gate: Gate, results: Sequence[pb.CallResult], session: Session |
     return acknowledged
 
 
-async def _judge_one(gate: Gate, result: pb.CallResult, session: Session | None) -> Accepted | Rejection:
+async def _judge_one(turns: Turns, result: pb.CallResult, session: Session | None) -> Accepted | Rejection:
+    gate = turns.gate
+    if not gate.knows(result.call_id):
+        with suppress(NotFound):  # what is nobody's is judged below like everything else
+            await turns.find_call(result.call_id)
     call_id, lease_id = result.call_id, result.lease_id
     match result.WhichOneof("result"):
         case "completion":

@@ -10,19 +10,24 @@ from __future__ import annotations
 from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
 import structlog
 
 from penstock_chassis.errors import Unavailable
 from penstock_codec.chat import FinishReason, Message, ReasoningPart, Role, TextPart, ToolCallPart, Usage
 from penstock_interception.calls import Answerer, Call, ModelFacts
-from penstock_interception.completions import Completion
+from penstock_interception.completions import Completion, Tokens
+from penstock_interception.graph.model import IntArray, LogprobsMode
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
 
 _log = structlog.get_logger(__name__)
 
 CHECK_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 32 << 20
+MAX_LISTING_BYTES = 1 << 20
+# Servers that return token ids on request, by what their list of models says.
+_TOKEN_TELLERS = frozenset({"vllm"})
 _DROPPED = ("stream", "stream_options", "n")
 _FINISH = {
     "stop": FinishReason.STOP,
@@ -58,6 +63,7 @@ class UpstreamSource(ModelSource):
                 timeout=aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S),
             ) as answer:
                 status = answer.status
+                listed = await answer.content.read(MAX_LISTING_BYTES) if status == 200 else b""
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             _log.warning("upstream unreachable", base_url=self.base_url, error=type(error).__name__)
             raise Unavailable(
@@ -65,7 +71,7 @@ class UpstreamSource(ModelSource):
             ) from error
         if status in (401, 403):
             raise Unavailable("The upstream endpoint refuses its key.", reason="UPSTREAM_UNREACHABLE")
-        return Resolved(ModelFacts(model=self._model or asked_model), None)
+        return Resolved(ModelFacts(model=self._model or asked_model, tells_tokens=_tells_tokens(listed)), None)
 
     async def complete(self, call: Call) -> Completion:
         """One completion of the agent's body."""
@@ -75,6 +81,8 @@ class UpstreamSource(ModelSource):
         if self._model:
             body["model"] = self._model
         body.update(_asked(call, body))
+        if call.rollout.facts.tells_tokens:
+            body.update({"logprobs": True, "return_token_ids": True})
         try:
             async with self._http.post(
                 f"{self.base_url}/chat/completions",
@@ -110,18 +118,49 @@ def _asked(call: Call, body: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
+def _tells_tokens(listing: bytes) -> bool:
+    try:
+        owners = {item.get("owned_by") for item in orjson.loads(listing)["data"]}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return bool(owners & _TOKEN_TELLERS)
+
+
+def _tokens(answer: dict[str, Any], choice: dict[str, Any]) -> tuple[Tokens | None, IntArray | None]:
+    """Sampled tokens and the prompt, where both are told; logprobs only if there is one for each token."""
+    sampled, prompt = choice.get("token_ids"), answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    if not sampled or not prompt:
+        return None, None
+    ids = np.asarray(sampled, dtype=np.int32)
+    content = (choice.get("logprobs") or {}).get("content") or ()
+    if len(content) != ids.size:
+        return Tokens(ids), np.asarray(prompt, dtype=np.int32)
+    # What the server's mode is it does not say; before temperature and filters is vLLM's default.
+    logprobs = np.asarray([item["logprob"] for item in content], dtype=np.float32)
+    return Tokens(ids, logprobs, LogprobsMode.RAW), np.asarray(prompt, dtype=np.int32)
+
+
 def _completion(data: bytes) -> Completion:
     try:
         answer = orjson.loads(data)
         choice = answer["choices"][0]
+        tokens, prompt = _tokens(answer, choice)
         message = _message(choice["message"])
         finish = _FINISH.get(choice.get("finish_reason") or "stop", FinishReason.STOP)
         reported = answer.get("usage") or {}
         usage = Usage(int(reported.get("prompt_tokens", 0)), int(reported.get("completion_tokens", 0)))
         model = str(answer.get("model", ""))
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
         raise SourceError("UPSTREAM_ANSWER_INVALID", type(error).__name__) from error
-    return Completion(message=message, finish_reason=finish, engine="openai", model=model, usage=usage)
+    return Completion(
+        tokens=tokens,
+        prompt_ids=prompt,
+        message=message,
+        finish_reason=finish,
+        engine="openai",
+        model=model,
+        usage=usage,
+    )
 
 
 def _message(value: dict[str, Any]) -> Message:

@@ -107,8 +107,10 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         if not 1 <= request.count <= _MOST_CHILDREN:
             raise convert.refuse("count", f"must be 1 to {_MOST_CHILDREN}")
         spec = request.spec
-        if spec.backend or spec.HasField("base") or spec.HasField("resources"):
-            raise convert.refuse("spec", "backend, base and resources come from the source and must be unset")
+        if spec.backend or spec.HasField("base") or spec.HasField("resources") or spec.toolbox_ids or spec.user:
+            raise convert.refuse(
+                "spec", "backend, base, resources, toolbox_ids and user come from the source and must be unset"
+            )
         if request.WhichOneof("source") != "snapshot_id":
             self._sandboxes.get(request.sandbox_id)
             raise FailedPrecondition(

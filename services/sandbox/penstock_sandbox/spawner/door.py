@@ -35,6 +35,8 @@ from penstock_sandbox.spawner import files, syscalls, wire
 _KILL_DEADLINE_S = 10.0
 _OOM_BIAS = 500
 _PF_EXITING = 0x4
+# More slows programs that close every number that could be open.
+_OPEN_FILES = 65_536
 _RESET_SIGNALS = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 Reply = tuple[wire.Message, list[int]]
@@ -357,6 +359,8 @@ def enter(
             syscalls.die_with_parent(signal.SIGKILL)
         syscalls.set_dumpable(False)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        files_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(files_limit, _OPEN_FILES), files_limit))
         syscalls.setns(
             sandbox,
             syscalls.CLONE_NEWUSER

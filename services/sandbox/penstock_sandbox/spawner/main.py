@@ -16,6 +16,7 @@ import errno
 import fcntl
 import gc
 import os
+import resource
 import select
 import signal
 import socket
@@ -334,6 +335,9 @@ def main() -> None:
         os.dup2(0, reserved, inheritable=False)
     syscalls.die_with_parent(signal.SIGKILL)
     syscalls.become_subreaper()
+    # A handful of descriptors for each sandbox.
+    files_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_limit, files_limit))
     if os.geteuid() == 0:
         os.setgroups([])
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,11 +1,7 @@
 """A trainer's session at the gate: calls in, results out, over one stream that is taken up again when it breaks.
 
-Invariants:
-- A call is handed out once, also when it is leased to this session anew after a break; its result goes out under the
-  newest lease.
-- A result stays until the gate accepted or rejected it; after a break every such result is sent again, which the gate
-  takes as the repeat that it is.
-- Frames carry what is ready and never wait to fill. Something is sent at least every half heartbeat interval.
+What is held and what is under way is in `leases.py`. Frames carry what is ready and never wait to fill. Something is
+sent at least every half heartbeat interval; a gate that is silent for three is taken for gone.
 """
 
 import asyncio
@@ -21,42 +17,24 @@ import grpc
 from penstock.client.calls import ModelCall
 from penstock.client.errors import (
     Aborted,
-    AlreadyDelivered,
-    CallEnded,
     Cancelled,
     DeadlineExceeded,
     Internal,
     InvalidArgument,
-    InvalidCompletion,
-    NotLeased,
     PenstockError,
-    ResultRejected,
     SessionLost,
-    StalePolicy,
     Unavailable,
-    UnknownCall,
     from_rpc_error,
 )
+from penstock.client.leases import Leases
 from penstock.client.rpc import Backoff, Service
 from penstock.client.wire import duration, seconds
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 
-MAX_RESULT_BYTES: Final = 32 * 1024 * 1024
-"""Largest result, as the protocol bounds a frame."""
-
-_FRAME_BYTES: Final = 8 * 1024 * 1024
 _HANDSHAKE_S: Final = 20.0
 _GOODBYE_S: Final = 5.0
-
-_REJECTIONS: Final[Mapping[int, type[ResultRejected]]] = {
-    pb.ResultRejected.REASON_UNKNOWN_CALL: UnknownCall,
-    pb.ResultRejected.REASON_ALREADY_DELIVERED: AlreadyDelivered,
-    pb.ResultRejected.REASON_CALL_ENDED: CallEnded,
-    pb.ResultRejected.REASON_NOT_LEASED: NotLeased,
-    pb.ResultRejected.REASON_INVALID: InvalidCompletion,
-    pb.ResultRejected.REASON_STALE_POLICY: StalePolicy,
-}
+_SETTLED_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +45,6 @@ class Selector:
     group_id: str | None = None
     rollout_ids: Sequence[str] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Held:
-    """A call that is leased to this session. `result` and `accepted` are set while an answer is under way."""
-
-    call: ModelCall
-    lease_id: str
-    result: pb.CallResult | None = None
-    accepted: asyncio.Future[None] | None = None
 
 
 class InterceptSession:
@@ -117,11 +85,9 @@ class InterceptSession:
 
         self.session_id = ""
         """The session's id; changes when the gate did not take the old one up again."""
-        self._held: dict[str, _Held] = {}
-        self._inbox: asyncio.Queue[ModelCall | None] = asyncio.Queue()
         self._outbox: deque[pb.InterceptRequest] = deque()
-        self._unsent: deque[_Held] = deque()
         self._wake = asyncio.Event()
+        self._leases = Leases(self._wake)
         self._pause: tuple[str, float | None] | None = None
         self._pausing: asyncio.Future[int] | None = None
         self._resuming: asyncio.Future[None] | None = None
@@ -167,19 +133,14 @@ class InterceptSession:
         Raises:
             PenstockError: the session broke for good.
         """
-        while True:
-            call = await self._inbox.get()
-            if call is None:
-                self._inbox.put_nowait(None)  # for the other loops
-                if self._failure is not None and not self._closing:
-                    raise self._failure
-                return
-            if not call.ended:
-                yield call
+        while (call := await self._leases.next_call()) is not None:
+            yield call
+        if self._failure is not None and not self._closing:
+            raise self._failure
 
     def finish(self) -> None:
         """Ends `calls()` once those that have come are handed out: nothing more is expected."""
-        self._inbox.put_nowait(None)
+        self._leases.finish()
 
     def announce(self, policy_version: int) -> None:
         """Tells the gate which weights are the newest: staleness bounds are judged against it."""
@@ -219,25 +180,6 @@ class InterceptSession:
             self._send(pb.InterceptRequest(resume=pb.ResumeCalls()))
         await asyncio.shield(self._resuming)
 
-    # What calls do.
-
-    async def _answer(self, result: pb.CallResult) -> None:
-        """Sends a result and waits for its acknowledgement."""
-        self._raise_if_over()
-        held = self._held.get(result.call_id)
-        if held is None:
-            raise CallEnded(f"Call {result.call_id} needs no answer any more", reason="CALL_ENDED")
-        if held.accepted is not None:
-            raise AlreadyDelivered(f"Call {result.call_id} is being answered already", reason="ANSWER_UNDER_WAY")
-        result.lease_id = held.lease_id
-        if result.ByteSize() > MAX_RESULT_BYTES:
-            raise InvalidCompletion(f"A result has at most {MAX_RESULT_BYTES} bytes", reason="RESULT_TOO_LARGE")
-        held.result = result
-        held.accepted = asyncio.get_running_loop().create_future()
-        self._unsent.append(held)
-        self._wake.set()
-        await held.accepted
-
     # The stream.
 
     def _send(self, frame: pb.InterceptRequest) -> None:
@@ -261,7 +203,7 @@ class InterceptSession:
                 except PenstockError as error:
                     if not self.session_id or self._closing or not _passes(error):
                         raise
-                    if self._last_received > began:
+                    if loop.time() - began > _SETTLED_S:
                         backoff.reset()
                     wish = self._go_away or error
                     self._go_away = None
@@ -329,15 +271,9 @@ class InterceptSession:
         self.session_id = welcome.session_id
         self._last_received = asyncio.get_running_loop().time()
         self._outbox.clear()
-        self._unsent.clear()
         if self._credits.calls == 0:
             self._outbox.append(pb.InterceptRequest(credits=self._credits))
-        kept = set(welcome.held_call_ids)
-        for call_id, held in list(self._held.items()):
-            if held.result is not None:
-                self._unsent.append(held)
-            elif welcome.resumed and call_id not in kept:
-                self._drop(call_id, "LEASE_LOST")
+        self._leases.taken_up(set(welcome.held_call_ids) if welcome.resumed else None)
         if self._pause is not None and (self._pausing is not None or not welcome.resumed):
             self._outbox.append(self._pause_frame())
         elif self._resuming is not None:
@@ -356,9 +292,9 @@ class InterceptSession:
             if stream.cancelled() and not (task is not None and task.cancelling()):
                 raise Unavailable(f"{self._service.peer} fell silent", reason="HEARTBEAT_MISSED") from None
             raise
-        self._last_received = asyncio.get_running_loop().time()
         if frame is grpc.aio.EOF:
             return None
+        self._last_received = asyncio.get_running_loop().time()
         response: pb.InterceptResponse = frame
         return response
 
@@ -368,8 +304,8 @@ class InterceptSession:
         try:
             while True:
                 self._wake.clear()
-                while self._outbox or self._unsent:
-                    await stream.write(self._outbox.popleft() if self._outbox else self._results())
+                while (frame := self._next_frame()) is not None:
+                    await stream.write(frame)
                 if self._closing:
                     await stream.write(pb.InterceptRequest(goodbye=pb.Goodbye(reason="closed")))
                     await stream.done_writing()
@@ -388,40 +324,27 @@ class InterceptSession:
             stream.cancel()
             raise
 
-    def _results(self) -> pb.InterceptRequest:
-        """One frame of results that wait, as many as are there up to a bound in bytes."""
-        results: list[pb.CallResult] = []
-        size = 0
-        while self._unsent:
-            result = self._unsent[0].result
-            if result is None:  # rejected or accepted while it waited to be sent again
-                self._unsent.popleft()
-                continue
-            size += result.ByteSize()
-            if results and size > _FRAME_BYTES:
-                break
-            self._unsent.popleft()
-            results.append(result)
-        return pb.InterceptRequest(results=pb.Results(results=results))
+    def _next_frame(self) -> pb.InterceptRequest | None:
+        if self._outbox:
+            return self._outbox.popleft()
+        results = self._leases.next_results()
+        return None if results is None else pb.InterceptRequest(results=results)
 
     def _receive(self, frame: pb.InterceptResponse) -> None:
         match frame.WhichOneof("frame"):
             case "calls":
                 for message in frame.calls.calls:
-                    self._lease(message)
+                    self._leases.leased(message)
             case "acknowledged":
                 for call_id in frame.acknowledged.accepted_call_ids:
-                    self._accepted(call_id)
+                    self._leases.accepted(call_id)
                 for rejected in frame.acknowledged.rejected:
-                    self._rejected(rejected)
+                    self._leases.rejected(rejected)
             case "cancelled":
                 for call_id in frame.cancelled.call_ids:
-                    self._drop(call_id, frame.cancelled.reason or "CANCELLED")
+                    self._leases.cancelled(call_id, frame.cancelled.reason or "CANCELLED")
             case "rollouts_closed":
-                closed = set(frame.rollouts_closed.rollout_ids)
-                for call_id, held in list(self._held.items()):
-                    if held.call.rollout_id in closed:
-                        self._drop(call_id, "ROLLOUT_CLOSED")
+                self._leases.closed(frozenset(frame.rollouts_closed.rollout_ids))
             case "paused":
                 if self._pausing is not None:
                     self._pausing.set_result(frame.paused.open_calls)
@@ -437,51 +360,6 @@ class InterceptSession:
             case _:
                 pass  # heartbeats, and what a newer gate may say
 
-    def _lease(self, message: pb.ModelCall) -> None:
-        held = self._held.get(message.call_id)
-        if held is not None:
-            held.lease_id = message.lease_id
-            if held.result is not None:
-                held.result.lease_id = message.lease_id
-                self._unsent.append(held)
-                self._wake.set()
-            return
-        call = ModelCall(message, self._answer)
-        self._held[message.call_id] = _Held(call, message.lease_id)
-        self._inbox.put_nowait(call)
-
-    def _accepted(self, call_id: str) -> None:
-        held = self._held.pop(call_id, None)
-        if held is None:
-            return
-        held.call.end("ANSWERED")
-        held.result = None
-        if held.accepted is not None and not held.accepted.done():
-            held.accepted.set_result(None)
-
-    def _rejected(self, message: pb.ResultRejected) -> None:
-        held = self._held.get(message.call_id)
-        if held is None:
-            return
-        kind = _REJECTIONS.get(message.reason, ResultRejected)
-        reason = pb.ResultRejected.Reason.Name(message.reason).removeprefix("REASON_")
-        text = "; ".join((message.message or f"The gate refused the result: {reason}", *message.violations))
-        accepted, held.result, held.accepted = held.accepted, None, None
-        if not kind.retryable:
-            del self._held[message.call_id]
-            held.call.end(reason)
-        if accepted is not None and not accepted.done():
-            accepted.set_exception(kind(text, reason=reason))
-
-    def _drop(self, call_id: str, reason: str) -> None:
-        """Needs no answer any more. One that is under way gets its own verdict from the gate."""
-        held = self._held.get(call_id)
-        if held is None:
-            return
-        held.call.end(reason)
-        if held.result is None:
-            del self._held[call_id]
-
     def _raise_if_over(self) -> None:
         if self._failure is not None:
             raise self._failure
@@ -491,15 +369,10 @@ class InterceptSession:
         if self._failure is not None:
             return
         self._failure = error
-        held, self._held = self._held, {}
-        waiting: list[asyncio.Future[Any] | None] = [item.accepted for item in held.values()]
-        waiting += [self._connected, self._pausing, self._resuming]
-        for item in held.values():
-            item.call.end("SESSION_ENDED")
-        for future in waiting:
+        for future in (self._connected, self._pausing, self._resuming):
             if future is not None and not future.done():
                 future.set_exception(error)
-        self._inbox.put_nowait(None)
+        self._leases.end(error)
 
     async def _end_task(self) -> None:
         if self._task is not None and not self._task.done():

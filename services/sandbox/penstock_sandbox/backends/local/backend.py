@@ -39,6 +39,10 @@ _STAGES = ("/mnt", "/srv", "/media")
 _EMPTY_GROUP_WAIT_S = 0.002
 _EMPTY_GROUP_TRIES = 500
 _IMAGE = "host"
+_ADVICE = (
+    " (this kernel may keep user namespaces from ordinary users: see the sysctls user.max_user_namespaces,"
+    " kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns)"
+)
 _GROUPS = "control-groups"
 
 _log = structlog.get_logger(__name__)
@@ -172,7 +176,8 @@ class LocalBackend(Backend):
         except (PenstockError, OSError) as error:
             problem = str(error)
         if problem:
-            self.unavailable_reason = f"a trial sandbox failed: {problem}"
+            advice = _ADVICE if "uid map" in problem or "namespace" in problem else ""
+            self.unavailable_reason = f"a trial sandbox failed: {problem}{advice}"
             _log.error("local backend unavailable", reason=problem)
         else:
             self.capabilities = claimed
@@ -431,6 +436,7 @@ done
 echo trial > /workspace/trial && echo trial > "$HOME/trial" || echo "files cannot be written"
 : 2>/dev/null > /usr/trial && echo "the host's programs can be written"
 [ -e /sys/kernel ] && echo "/sys is visible"
+[ -e /proc/1/root/usr ] && echo "the first process can be traced"
 exit 0
 """
 

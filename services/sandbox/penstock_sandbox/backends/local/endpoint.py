@@ -18,6 +18,7 @@ import structlog
 _CHUNK = 64 * 1024
 _CONNECTIONS = 256
 _CONNECT_TIMEOUT_S = 10.0
+_ACCEPT_PAUSE_S = 0.05
 
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -52,7 +53,13 @@ class Endpoint:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(self._listener)
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                # Out of descriptors, or a peer that left at once: the endpoint stays.
+                _log.warning("accepting failed", sandbox=self._sandbox_id, error=str(error))
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
             if len(self._connections) >= _CONNECTIONS:
                 connection.close()
                 continue

@@ -161,6 +161,9 @@ def bubblewrap_arguments(
         arguments.append("--share-net")
     arguments += ["--unshare-user", "--uid", str(USER_ID), "--gid", str(USER_ID), "--disable-userns"]
     arguments += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    # The first process alone keeps one harmless capability: whoever has none then may not trace it. Else code that an
+    # agent put into it would outlive the agent, and could rewrite a reward.
+    arguments += ["--cap-add", "CAP_WAKE_ALARM"]
     arguments += ["--hostname", "sandbox", "--as-pid-1"]
     for layer in layers:
         arguments += ["--overlay-src", layer]

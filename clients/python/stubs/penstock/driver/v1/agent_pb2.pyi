@@ -30,6 +30,7 @@ class _AgentEventKind:
 class _AgentEventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AgentEventKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     AGENT_EVENT_KIND_UNSPECIFIED: _AgentEventKind.ValueType  # 0
+    """In a rule: such a line makes no event. For lines that repeat what others say."""
     AGENT_EVENT_KIND_ASSISTANT: _AgentEventKind.ValueType  # 1
     AGENT_EVENT_KIND_REASONING: _AgentEventKind.ValueType  # 2
     AGENT_EVENT_KIND_TOOL_CALL: _AgentEventKind.ValueType  # 3
@@ -43,6 +44,7 @@ class AgentEventKind(_AgentEventKind, metaclass=_AgentEventKindEnumTypeWrapper):
     """Kinds of agent events."""
 
 AGENT_EVENT_KIND_UNSPECIFIED: AgentEventKind.ValueType  # 0
+"""In a rule: such a line makes no event. For lines that repeat what others say."""
 AGENT_EVENT_KIND_ASSISTANT: AgentEventKind.ValueType  # 1
 AGENT_EVENT_KIND_REASONING: AgentEventKind.ValueType  # 2
 AGENT_EVENT_KIND_TOOL_CALL: AgentEventKind.ValueType  # 3
@@ -57,11 +59,11 @@ Global___AgentEventKind: _TypeAlias = AgentEventKind  # noqa: Y015
 class AgentSpec(_message.Message):
     """The description of an agent. Pure data: registering one changes no code, and the driver knows no agent by name.
 
-    Templates: in `argv`, `env` and the string values of config files, `{{name}}` is replaced by a value: base_url, api_key,
+    Templates: in `argv`, `env`, `text` and the strings of `json` and `toml`, `{{name}}` is replaced by a value: base_url, api_key,
     model, home, workdir, instruction_path, instruction, toolbox, rollout_id, wall_time_seconds, and option.NAME for each
     option. A value that is a whole `{{name}}` keeps its type in JSON and TOML files; inserted values are data and are never
-    read again as templates, shell or syntax. An element of argv, an environment variable or an object member whose whole
-    value is an option that was not given is left out.
+    read again as templates, shell or syntax. api_key may not stand in argv. An element of argv, an environment variable, an object
+    member or a text file that uses an option that was not given is left out.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -280,7 +282,9 @@ class ConfigFile(_message.Message):
     path: _builtins.str
     """Relative to the home directory; templates are allowed."""
     text: _builtins.str
-    """Templates insert text as it is."""
+    """Templates insert text as it is: what can hold anything (api_key, instruction, a string option without choices) may only be
+    the end of the text.
+    """
     mode: _builtins.int
     """Permission bits; unset = 0600."""
     @_builtins.property
@@ -500,7 +504,10 @@ class EventRule(_message.Message):
     kind: Global___AgentEventKind.ValueType
     @_builtins.property
     def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """JMESPath expressions on the object, by field of the event's data ("text", "name", "arguments", "id", ...)."""
+        """JMESPath expressions on the object, by field of the event's data; one that gives null is left out. By convention: text;
+        id, name, arguments; output, exit_code, is_error; message; reason, and in the last DONE event failed = true where the agent
+        says that it failed, which is then a failure of the agent whatever its exit code.
+        """
 
     def __init__(
         self,

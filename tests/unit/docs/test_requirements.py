@@ -1,0 +1,87 @@
+"""The requirements and the tests that cite them point at each other."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from docs import coverage
+from tests.unit.docs.pages import ROOT, tables
+
+NOT_PROVED_YET = {
+    31: "no test holds thousands of waiting calls",
+    36: "suites for 401, 404, cancel and isolation are there; a soak and the other dialects are not",
+    47: "container options come with a container backend",
+    53: "nothing scans messages for vendors' names",
+    56: "installation is retried, and no test makes a registry fail",
+    76: "grading in a fresh fork is refused by name (docs/status.md)",
+    77: "the reward's own field is in the proto, and no test says so by number",
+    78: "terminal episodes are not served (docs/status.md)",
+}
+"""Requirements that no test cites, and why. Only ever shortened."""
+
+
+def test_every_requirement_is_cited_by_a_test_or_listed_as_open() -> None:
+    """A requirement that loses its last test is noticed here."""
+    gaps = coverage.missing(coverage.citations())
+    assert gaps.keys() <= NOT_PROVED_YET.keys(), gaps
+
+
+def test_no_test_cites_a_requirement_that_does_not_exist() -> None:
+    """A number is its text's name."""
+    known = coverage.requirements()
+    assert list(known) == list(range(1, len(known) + 1))
+    assert {number: tests for number, tests in coverage.citations().items() if number not in known} == {}
+
+
+def test_a_range_of_numbers_stands_for_all_of_them() -> None:
+    """`R72-R75` in a docstring."""
+    assert coverage.cited("R1: as R7, and R72-R75 (not CR9 or R2D2)") == [1, 7, 72, 73, 74, 75]
+
+
+def test_every_attack_of_the_threat_model_names_requirements_that_tests_prove() -> None:
+    """R13: principals, what each can reach, and the test that proves it."""
+    rows = tables("docs/threat-model.md")
+    principals = {row["principal"].split(",")[0] for row in rows["Principals"]}
+    assert principals >= {"trainer", "operator", "observer", "agent", "verifier"}
+    proved = coverage.citations()
+    for row in rows["What an agent can reach, and what stops it"]:
+        numbers = coverage.cited(row["proved by"])
+        assert numbers, row
+        assert all(number in proved for number in numbers), row
+
+
+def test_every_port_a_service_opens_stands_in_the_list_of_interfaces_with_its_authentication() -> None:
+    """R19: every network interface is listed in one document."""
+    listed = {row["default"]: row for row in next(iter(tables("docs/interfaces.md").values()))}
+    found = set[str]()
+    for path in sorted((ROOT / "services").glob("*/*/settings.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.AnnAssign(
+                    target=ast.Name(id="port" | "ingress_port"),
+                    value=ast.Call(args=[ast.Constant(value=int(port)), *_]),
+                ):
+                    found.add(f"127.0.0.1:{port}")
+    assert len(found) == 5
+    assert found <= listed.keys()
+    assert all(row["how he is known"] for row in listed.values())
+
+
+def test_nobody_opens_a_listener_that_the_list_of_interfaces_does_not_know() -> None:
+    """R19: who adds a listener adds its line."""
+    known = {
+        "libs/chassis/penstock_chassis/server.py",  # each service's gRPC port
+        "services/interception/penstock_interception/app.py",  # the ingress
+        "services/sandbox/penstock_sandbox/spawner/door.py",  # the endpoint inside a sandbox
+    }
+    opens = re.compile(
+        r"\.(listen|add_insecure_port|add_secure_port)$|(^|\.)(TCPSite|UnixSite|start_server|start_unix_server)$"
+    )
+    found = set[str]()
+    for folder in ("libs", "services", "clients/python/sdk"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and opens.search(ast.unparse(node.func)):
+                    found.add(path.relative_to(ROOT).as_posix())
+    assert found == known
