@@ -121,7 +121,15 @@ class Gate:
         written = self._store.put_rollout(rollout)
         self._keep(rollout)
         self.dispatcher.link(rollout)
-        await written
+        try:
+            await asyncio.shield(written)
+        except Exception:
+            # The disk refused: a rollout that a crash would lose is not opened.
+            rollout.state = RolloutState.CLOSED
+            self._open_rollouts -= 1
+            self.dispatcher.unlink(rollout)
+            self._drop(rollout)
+            raise
         return rollout
 
     def token(self, rollout: Rollout) -> str:

@@ -168,7 +168,7 @@ class Turns:
         if completion.count <= INLINE_TOKENS:
             parsed = conversation.parse(plan, completion)
         else:
-            parsed = await self._elsewhere(lambda: conversation.parse(plan, completion))
+            parsed = await self.elsewhere(lambda: conversation.parse(plan, completion))
         return conversation.record(call, completion, parsed, answerer)
 
     def forget(self, rollout: Rollout) -> None:
@@ -220,7 +220,7 @@ class Turns:
         conversation = self._conversations[call.rollout.id]
         session, length = call.arrival.agent_session, len(call.arrival.body)
         try:
-            plan = await self._elsewhere(lambda: conversation.plan(request, session, length))
+            plan = await self.elsewhere(lambda: conversation.plan(request, session, length))
         except Exception as error:  # noqa: BLE001 - as above; in a task group it would take the service along
             self._refuse(call, error)
         else:
@@ -272,7 +272,8 @@ class Turns:
             _log.warning("a source's answer was refused", call_id=call.id, violations=outcome.violations)
             self.gate.fail(call, Failure(f"SOURCE_{outcome.reason.name}"))
 
-    async def _elsewhere(self, work: Callable[[], T]) -> T:
+    async def elsewhere(self, work: Callable[[], T]) -> T:
+        """Does CPU work in the pool, so that it stalls nobody (R32)."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 

@@ -87,7 +87,7 @@ async def test_a_route_that_is_not_there_is_the_dialects_404(
 
 async def test_nothing_outside_of_rollouts_says_anything(service: Any, http: aiohttp.ClientSession) -> None:
     """R7, R14: health says alive; the rest is one 404."""
-    async with http.get(f"http://{service.ingress}/healthz") as answer:
+    async with http.get(f"http://{service.ingress}/health") as answer:
         assert (answer.status, await answer.text()) == (200, "ok\n")
     for path in ("/", "/v1/models", "/rollout", "/metrics", "/rollout/x"):
         async with http.get(f"http://{service.ingress}{path}") as answer:
@@ -262,3 +262,38 @@ async def test_a_text_source_at_the_gate_gives_messages_instead_of_tokens(servic
     await trainer.deliver(pb.CallResult(call_id=call.call_id, lease_id=call.lease_id, completion=completion))
     assert (await task).choices[0].message.content == "by hand"
     await runner.cleanup()
+
+
+async def test_a_large_conversation_is_read_and_tokenised_off_the_loop_with_the_same_result(service: Any) -> None:
+    """R32: a body of 600 kB goes the slow path; what comes out is what a short one gives."""
+    rollout, trainer = await service.open(), await service.trainer()
+    task = asking(rollout, messages=[{"role": "user", "content": "list the files " * 40_000}])
+    call = await trainer.call()
+    assert call.prompt_count > 100_000
+    await trainer.deliver(trainer.result(call, "many"))
+    assert (await task).choices[0].message.content == "many"
+
+
+async def test_the_watch_tells_each_change_in_order_and_resumes(service: Any) -> None:
+    """Each state is an event; a watch taken up at a position misses nothing and ends with its rollout."""
+    from penstock.interception.v1 import rollout_gate_service_pb2 as gate
+
+    rollout, trainer = await service.open(), await service.trainer()
+    first = service.gate.WatchCalls(gate.WatchCallsRequest(rollout_ids=[rollout.rollout_id]))
+    start = (await first.read()).started.sequence
+    task = asking(rollout)
+    await trainer.answer("ok")
+    await task
+    await service.close(rollout.rollout_id)
+    states, last = [], None
+    watching = gate.WatchCallsRequest(rollout_ids=[rollout.rollout_id], after_sequence=start)
+    async for event in service.gate.WatchCalls(watching):
+        last = event.WhichOneof("event")
+        if last == "changed":
+            states.append(event.changed.call.state)
+    assert states == [
+        trajectory_pb2.CALL_STATE_QUEUED,
+        trajectory_pb2.CALL_STATE_LEASED,
+        trajectory_pb2.CALL_STATE_DELIVERED,
+    ]
+    assert last == "closed"

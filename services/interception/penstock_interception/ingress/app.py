@@ -19,7 +19,7 @@ from penstock_chassis.errors import PenstockError
 from penstock_interception.calls import Arrival, Call, CallState, Mode, Rollout
 from penstock_interception.ingress import outcomes
 from penstock_interception.ingress.dialect import BadRequest, DialectCodec, Problem
-from penstock_interception.ingress.joining import identify, same_call
+from penstock_interception.ingress.joining import Identity, identify, same_call
 from penstock_interception.ingress.passthrough import Passthrough
 from penstock_interception.requests import ChatRequest
 from penstock_interception.sampling import merged
@@ -28,6 +28,8 @@ from penstock_interception.turns import Turns
 _log = structlog.get_logger(__name__)
 
 MAX_SESSION_HEADER = 256
+# About 2 ms of parsing; what is larger is read in a thread.
+INLINE_BODY_BYTES = 256 << 10
 _JSON: Final = "application/json"
 _STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -64,7 +66,7 @@ class Ingress:
     def app(self) -> web.Application:
         """The application, to be run with handler cancellation."""
         app = web.Application(client_max_size=self._limits.max_body_bytes)
-        app.router.add_get("/healthz", _alive)
+        app.router.add_get("/health", _alive)
         app.router.add_route("*", "/rollout/{rollout_id}{path:/.*}", self._rollout)
         app.router.add_route("*", "/{path:.*}", self._elsewhere)
         return app
@@ -112,8 +114,12 @@ class Ingress:
     async def _complete(
         self, request: web.Request, rollout: Rollout, dialect: DialectCodec, body: bytes
     ) -> web.StreamResponse:
-        parsed = dialect.parse(body)
-        identity = identify(dialect.dialect, request.headers, body)
+        headers = request.headers
+
+        def read() -> tuple[ChatRequest, Identity]:
+            return dialect.parse(body), identify(dialect.dialect, headers, body)
+
+        parsed, identity = read() if len(body) <= INLINE_BODY_BYTES else await self._turns.elsewhere(read)
         call = same_call(rollout, identity)
         if call is None:
             sampling = merged(parsed.sampling, rollout.opening.sampling_override)
