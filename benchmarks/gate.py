@@ -21,9 +21,8 @@ from benchmarks.report import Row, Section, percentile
 from benchmarks.rollouts import http_server
 from penstock.client import Completion, InterceptSession, ModelCall
 from penstock.client.rpc import Service
-from penstock.interception.v1 import interception_pb2
+from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2_grpc
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
-from penstock.interception.v1 import rollout_gate_service_pb2_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_codec import tiny
 
@@ -102,7 +101,9 @@ async def _held(running: world.World, *, streaming: bool) -> list[Row]:
     ]
 
 
-async def _talk(doors: Sequence[Door], conversations: Sequence[Sequence[dict[str, object]]]) -> tuple[list[float], float]:
+async def _talk(
+    doors: Sequence[Door], conversations: Sequence[Sequence[dict[str, object]]]
+) -> tuple[list[float], float]:
     """Every conversation through its own door, CONNECTIONS at once: the time of each call, and of all."""
     left = iter(list(zip(doors, conversations, strict=True)))
     times: list[float] = []
@@ -126,9 +127,7 @@ async def _answer(session: InterceptSession) -> None:
     logprobs = np.full(len(ids), -0.5, dtype=np.float32)
 
     async def answer(call: ModelCall) -> None:
-        await call.deliver(
-            Completion.of_tokens(ids, logprobs, policy_version=0)
-        )
+        await call.deliver(Completion.of_tokens(ids, logprobs, policy_version=0))
 
     async with asyncio.TaskGroup() as tasks:
         async for call in session.calls():

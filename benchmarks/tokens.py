@@ -82,5 +82,7 @@ async def _engine(running: world.World) -> list[Row]:
         tokens = sum(await asyncio.gather(*(worker() for _ in range(at_once))))
         elapsed = time.perf_counter() - began
         used = running.cpu_s()["inference"] - before
-        rows.append(Row(f"{at_once} at once", tokens / elapsed, "tokens/s", f"{1e6 * used / tokens:.0f} us CPU per token"))
+        rows.append(
+            Row(f"{at_once} at once", tokens / elapsed, "tokens/s", f"{1e6 * used / tokens:.0f} us CPU per token")
+        )
     return rows

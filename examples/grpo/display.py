@@ -17,20 +17,25 @@ TARGET = 0.9
 ROWS = 8
 
 
-class Metrics(TypedDict):
-    """A line of metrics.jsonl. `policy_version` is the one that the step's rollouts sampled from."""
+class Figures(TypedDict):
+    """What the rollouts of a step say. `success` and `reward_mean` are over those that were graded."""
 
-    step: int
     success: float
     reward_mean: float
-    policy_version: int
-    seconds: float
     rollouts: int
     tokens: int
     ungraded: int
+
+
+class Metrics(Figures):
+    """A line of metrics.jsonl. `policy_version` is the one that the step's rollouts sampled from; times in seconds."""
+
+    step: int
+    policy_version: int
+    seconds: float
+    elapsed: float
     loss: float
     logprob_gap: float
-    elapsed: float
 
 
 def recent(history: list[Metrics], window: int = 10) -> float:

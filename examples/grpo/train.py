@@ -19,13 +19,14 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 import model
-from display import Display, Metrics, recent, save_picture
+from display import Display, Figures, Metrics, recent, save_picture
 from learner import Learner, Row, advantages
 from penstock.client import (
     Budgets,
@@ -33,6 +34,7 @@ from penstock.client import (
     InterceptSession,
     ModelCall,
     Penstock,
+    PenstockError,
     ResultRejected,
     RolloutResult,
     connect,
@@ -42,7 +44,7 @@ from penstock.client.stack import LocalStack
 from tasks import TASKS, CopyTask, Corpus, build_codec
 
 PROMPTS, GROUP_SIZE = 8, 8
-MAX_STEPS, GOAL, WINDOW = 100, 0.95, 10
+MAX_STEPS, GOAL, WINDOW = 100, 0.93, 10
 BUDGETS = Budgets(max_calls=4, max_tokens_per_call=48)  # a good rollout makes 3 calls of at most 26 tokens
 RUNS = Path(__file__).resolve().parents[2] / "runs" / "demo"
 
@@ -53,15 +55,19 @@ async def train(seed: int, max_steps: int, run: Path, display: Display) -> list[
     codec = build_codec()
     learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed)
     display.say("warm start: learning the tool-call format from examples ...")
-    await asyncio.to_thread(learner.warm_start, Corpus(codec), RUNS / "cache", display.say)
+    await asyncio.to_thread(learner.warm_start, Corpus(codec), run.parent / "cache", display.say)
     model.export(learner.params, learner.config, codec.files, run / "initial")
 
     display.say("starting the four services ...")
     history: list[Metrics] = []
-    trajectories = []
     stack = LocalStack(model_dir=run / "initial", state_dir=run / "services")
-    async with stack, connect(stack.endpoints) as ps, ps.intercept(run_id=run.name, policy_version=0) as session:
-        answering = asyncio.create_task(answer_calls(ps, session))
+    async with (
+        stack,
+        connect(stack.endpoints) as ps,
+        ps.intercept(run_id=run.name, policy_version=0) as session,
+        asyncio.TaskGroup() as background,
+    ):
+        background.create_task(answer_calls(ps, session))
         order = np.random.default_rng(seed)
         for step in range(max_steps):
             began = time.perf_counter()
@@ -75,36 +81,30 @@ async def train(seed: int, max_steps: int, run: Path, display: Display) -> list[
             await ps.inference.update_weights(step + 1, learner.weights())
             session.announce(step + 1)
 
-            flat = [result for group in results for result in group]
-            trajectories += [result.trajectory for result in flat if result.trajectory is not None]
-            rewards = [reward for result in flat if (reward := reward_of(result)) is not None]
-            if not rewards:
-                raise SystemExit(f"no rollout of step {step + 1} was graded; the first says: {flat[0].failure}")
+            ended = [result for group in results for result in group]
+            save_trajectories(run, step + 1, ended)
+            now = time.perf_counter()
             history.append(
                 Metrics(
                     step=step + 1,
-                    success=sum(reward == 1.0 for reward in rewards) / len(rewards),
-                    reward_mean=sum(rewards) / len(rewards),
                     policy_version=step,
-                    seconds=round(time.perf_counter() - began, 3),
-                    rollouts=len(flat),
-                    tokens=sum(sampled_tokens(result) for result in flat),
-                    ungraded=len(flat) - len(rewards),
+                    seconds=round(now - began, 3),
+                    elapsed=round(now - start, 3),
                     loss=loss,
                     logprob_gap=gap,
-                    elapsed=round(time.perf_counter() - start, 3),
+                    **figures(ended),
                 )
             )
             display.step(history[-1])
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(history[-1]) + "\n")
+            append(run / "metrics.jsonl", history[-1])
+            for result in ended:
+                if reward_of(result) is None:
+                    append(run / "ungraded.jsonl", {"rollout_id": result.rollout_id, "failure": str(result.failure)})
             if len(history) >= WINDOW and recent(history, WINDOW) >= GOAL:
                 break
         session.finish()
-        await answering
     display.say("saving ...")
     model.export(learner.params, learner.config, codec.files, run / "model")
-    write_jsonl(trajectories, run / "trajectories.jsonl", Table.SEQUENCES)
     return history
 
 
@@ -151,9 +151,32 @@ def scored_rows(groups: list[list[RolloutResult]]) -> list[Row]:
     return rows
 
 
-def sampled_tokens(result: RolloutResult) -> int:
-    """Tokens that the policy sampled in a rollout."""
-    return 0 if result.trajectory is None else sum(int(sample.loss_mask.sum()) for sample in result.trajectory.samples)
+def figures(ended: list[RolloutResult]) -> Figures:
+    """What a step's rollouts say, all together."""
+    rewards = [reward for result in ended if (reward := reward_of(result)) is not None]
+    if not rewards:
+        raise RuntimeError(f"no rollout of this step was graded; the first says: {ended[0].failure}")
+    samples = [sample for result in ended if result.trajectory is not None for sample in result.trajectory.samples]
+    return Figures(
+        success=sum(reward == 1.0 for reward in rewards) / len(rewards),
+        reward_mean=sum(rewards) / len(rewards),
+        rollouts=len(ended),
+        tokens=sum(int(sample.loss_mask.sum()) for sample in samples),
+        ungraded=len(ended) - len(rewards),
+    )
+
+
+def save_trajectories(run: Path, step: int, ended: list[RolloutResult]) -> None:
+    """A file per step: each rollout's tokens, mask, logprobs and reward."""
+    path = run / "trajectories" / f"step-{step:03d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    write_jsonl([result.trajectory for result in ended if result.trajectory is not None], path, Table.SEQUENCES)
+
+
+def append(path: Path, line: Mapping[str, object]) -> None:
+    """Add a JSON line to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def new_run(seed: int) -> Path:
@@ -176,7 +199,10 @@ def main() -> None:
     model.use_compilation_cache(RUNS / "cache" / "xla")
     run = new_run(given.seed)
     with Display(f"Penstock: GRPO on real rollouts, seed {given.seed}") as display:
-        history = asyncio.run(train(given.seed, given.steps, run, display))
+        try:
+            history = asyncio.run(train(given.seed, given.steps, run, display))
+        except* PenstockError as errors:
+            sys.exit(f"training stopped: {'; '.join(map(str, errors.exceptions))}")
     save_picture(history, run / "reward.png", f"A 0.13 M parameter model learns to use a shell (seed {given.seed})")
     last, penstock = history[-1], Path(sys.executable).with_name("penstock")
     if penstock.is_relative_to(Path.cwd()):
@@ -188,7 +214,7 @@ def main() -> None:
         f" (mean of the last {min(WINDOW, len(history))} steps)\n"
         f"  {latest}/reward.png           the curve\n"
         f"  {latest}/metrics.jsonl        a line per step\n"
-        f"  {latest}/trajectories.jsonl   every rollout's tokens, mask, logprobs and reward\n"
+        f"  {latest}/trajectories/        every rollout's tokens, mask, logprobs and reward\n"
         f"  {latest}/model                the trained model\n"
         "\nTry next:\n"
         f"  {penstock} rollout --agent shell --task {here}/task.yaml --model-dir {latest}/model\n"

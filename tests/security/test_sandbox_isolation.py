@@ -80,7 +80,9 @@ while not os.path.exists("stop"):
         for name in ("environ", "mem", "maps", "fd", "exe", "cwd"):
             try:
                 path = f"/proc/{pid}/{name}"
-                os.listdir(path) if name == "fd" else os.readlink(path) if name in ("exe", "cwd") else open(path).close()
+                if name == "fd": os.listdir(path)
+                elif name in ("exe", "cwd"): os.readlink(path)
+                else: open(path).close()
                 comm = open(f"/proc/{pid}/comm").read().strip()
                 cmdline = open(f"/proc/{pid}/cmdline", "rb").read()
             except OSError:

@@ -30,6 +30,7 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _OPEN: Final = frozenset({HEALTH_CHECK})
+_CODE_NAMES: Final[dict[Any, str]] = {key: item.name for item in grpc.StatusCode for key in (item, item.value[0])}
 _log = structlog.get_logger("penstock.rpc")
 
 
@@ -150,9 +151,7 @@ async def _fail(method: str, started: float, context: grpc.aio.ServicerContext[A
 def _code(context: grpc.aio.ServicerContext[Any, Any], default: grpc.StatusCode) -> str:
     """The name of the code that the handler set, which may be the enum, its number, or nothing (0 or None)."""
     code: Any = context.code()
-    if isinstance(code, grpc.StatusCode):
-        return code.name
-    return next((item.name for item in grpc.StatusCode if item.value[0] == code and code), default.name)
+    return _CODE_NAMES.get(code, default.name) if code else default.name
 
 
 def _report(method: str, started: float, code: str, **facts: str) -> None:

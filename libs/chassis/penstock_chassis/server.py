@@ -9,6 +9,7 @@ close and persist the rest.
 """
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ import orjson
 import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from penstock_chassis import logging
 from penstock_chassis.auth import Authenticator, Role, RoleTable
@@ -133,10 +134,11 @@ class Server:
         self._server = server = grpc.aio.server(
             interceptors=[ServerInterceptor(self._authenticator, roles)], options=OPTIONS
         )
+        generic = _GenericOnly(server)
         for servicer, add in self._service.registrations:
-            add(servicer, server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(names, server)
+            add(servicer, generic)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, generic)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflection.aio.ReflectionServicer(names), generic)
         self._port = self._bind(server)
         await self._set_health(names, health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
@@ -235,10 +237,18 @@ async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContext
                 "endpoints": dict(service.endpoints),
                 "pid": os.getpid(),
             }
+            _calm_collector()
             sys.stdout.write(orjson.dumps(ready).decode() + "\n")
             sys.stdout.flush()
             await stop()
             _log.info("stopping", service=name)
+
+
+def _calm_collector() -> None:
+    """What is loaded by now lives as long as the process, and most of what a call makes dies by its reference count."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def _server(settings: ServiceSettings, service: Service) -> Server:
@@ -293,6 +303,24 @@ class _Signals:
             self._waiter.set_result(None)
         elif self._task is not None:
             self._task.cancel()
+
+
+class _GenericOnly:
+    """Stands between generated code and a server, which then finds every method by name.
+
+    Generated code also registers each method by itself, and grpc.aio waits on one task per registered method for every
+    call: with the 40 methods of a service that is a sixth of what a small call costs.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
+        """Hands them on."""
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, object]) -> None:
+        """Does nothing: the generic handlers have the same methods."""
 
 
 class _Recorder:

@@ -21,7 +21,8 @@ from penstock_sandbox.backends.local import runtimes
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.installer import Installer
 from penstock_sandbox.model import Resources
-from penstock_sandbox.sandboxes import MIGRATIONS, Limits, Sandboxes
+from penstock_sandbox.policy import Limits
+from penstock_sandbox.sandboxes import MIGRATIONS, Sandboxes
 from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.snapshots import Snapshots
 from penstock_sandbox.toolboxes import Toolboxes

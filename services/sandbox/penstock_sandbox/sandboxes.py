@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import fnmatch
-import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -38,11 +36,11 @@ from penstock_chassis.errors import (
 )
 from penstock_chassis.journal import Journal
 from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle
-from penstock_sandbox.model import BackendInfo, NetworkKind, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
+from penstock_sandbox.model import BackendInfo, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
+from penstock_sandbox.policy import Limits, Policy
 from penstock_sandbox.processes import Processes
 
 _REQUEST_TTL_S = 3600.0
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,127}")
 _CREATES_AT_ONCE = 16
 _REAP_AT_MOST_EVERY_S = 0.2
 
@@ -55,17 +53,6 @@ MIGRATIONS = (
     ) STRICT;
     """,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the operator allows."""
-
-    max_sandboxes: int
-    default_lease_s: float
-    max_lease_s: float
-    default_resources: Resources
-    allowed_upstreams: tuple[str, ...]
 
 
 class Toolboxes(Protocol):
@@ -134,6 +121,7 @@ class Sandboxes:
         self._journal = journal
         self._spool = spool
         self._limits = limits
+        self._policy = Policy(limits)
         self._clock = clock
         self._live: dict[str, LiveSandbox] = {}
         self._requests: dict[str, _Request] = {}
@@ -226,9 +214,9 @@ class Sandboxes:
                 metadata={"backend": name},
             )
         lease = spec.lease_s if spec.lease_s is not None else self._limits.default_lease_s
-        self._check_values(spec, lease)
+        self._policy.check_values(spec, lease)
         backend.refuse_unsupported(spec)
-        self.check_network(spec.network)
+        self._policy.check_network(spec.network)
         if len(self._live) + self._pending() >= self._limits.max_sandboxes:
             raise ResourceExhausted(
                 f"{self._limits.max_sandboxes} sandboxes are there, which is this service's limit",
@@ -236,68 +224,11 @@ class Sandboxes:
                 retry_after_s=1.0,
             )
         return backend, dataclasses.replace(
-            spec, backend=name, lease_s=lease, resources=self._with_defaults(backend, spec.resources)
+            spec, backend=name, lease_s=lease, resources=self._policy.with_defaults(backend, spec.resources)
         )
 
     def _pending(self) -> int:
         return sum(not request.made.done() for request in self._requests.values())
-
-    def _with_defaults(self, backend: Backend, asked: Resources) -> Resources:
-        can, default = backend.capabilities, self._limits.default_resources
-        return Resources(
-            cpu=asked.cpu if asked.cpu is not None else default.cpu if can.limit_cpu else None,
-            memory_bytes=asked.memory_bytes
-            if asked.memory_bytes is not None
-            else default.memory_bytes
-            if can.limit_memory
-            else None,
-            pids=asked.pids if asked.pids is not None else default.pids if can.limit_pids else None,
-            disk_bytes=asked.disk_bytes
-            if asked.disk_bytes is not None
-            else default.disk_bytes
-            if can.limit_disk
-            else None,
-        )
-
-    def _check_values(self, spec: SandboxSpec, lease_s: float) -> None:
-        problems = []
-        if not 0 < lease_s <= self._limits.max_lease_s:
-            problems.append(Violation("spec.lease", f"must be positive and at most {self._limits.max_lease_s:g} s"))
-        for key, value in spec.labels.items():
-            if not _LABEL.fullmatch(key) or not _LABEL.fullmatch(value):
-                problems.append(Violation("spec.labels", f"{key!r}: keys and values must match {_LABEL.pattern}"))
-        for name, value in spec.env.items():
-            if not name or "=" in name or "\0" in name or "\0" in value:
-                problems.append(Violation("spec.env", "a name is empty or holds '=', or something holds a NUL byte"))
-        limits = spec.resources
-        for field, amount, least in (
-            ("cpu", limits.cpu, 0.01),
-            ("memory_bytes", limits.memory_bytes, 4 * 1024 * 1024),
-            ("pids", limits.pids, 8),
-            ("disk_bytes", limits.disk_bytes, 1024 * 1024),
-        ):
-            if amount is not None and not amount >= least:
-                problems.append(Violation(f"spec.resources.{field}", f"must be at least {least}"))
-        if spec.image and spec.snapshot_id:
-            problems.append(Violation("spec.base", "an image and a snapshot exclude each other"))
-        problems += network_problems(spec.network)
-        if problems:
-            raise InvalidArgument(
-                "; ".join(f"{problem.field}: {problem.description}" for problem in problems),
-                reason="INVALID_SPEC",
-                violations=problems,
-            )
-
-    def check_network(self, policy: NetworkPolicy) -> None:
-        """Raise FailedPrecondition (UPSTREAM_NOT_ALLOWED) for an upstream that the operator does not name."""
-        if policy.kind is NetworkKind.ONE_ENDPOINT and not any(
-            fnmatch.fnmatchcase(policy.upstream, pattern) for pattern in self._limits.allowed_upstreams
-        ):
-            raise FailedPrecondition(
-                f"sandboxes may not be connected to {policy.upstream}; the operator's allowed_upstreams must name it",
-                reason="UPSTREAM_NOT_ALLOWED",
-                metadata={"upstream": policy.upstream},
-            )
 
     async def _create(self, backend: Backend, spec: SandboxSpec) -> LiveSandbox:
         mounted = [self._toolboxes.mounted(toolbox) for toolbox in spec.toolbox_ids]
@@ -438,7 +369,7 @@ class Sandboxes:
                 max_sandboxes=self._limits.max_sandboxes,
                 default_lease_s=self._limits.default_lease_s,
                 max_lease_s=self._limits.max_lease_s,
-                default_resources=self._with_defaults(backend, Resources()),
+                default_resources=self._policy.with_defaults(backend, Resources()),
             )
             for name, backend in sorted(self._backends.items())
         ]
@@ -565,17 +496,3 @@ class Sandboxes:
 def _made(request: _Request, sandbox_id: str) -> bool:
     made = request.made
     return made.done() and not made.cancelled() and made.exception() is None and made.result().view.id == sandbox_id
-
-
-def network_problems(policy: NetworkPolicy) -> list[Violation]:
-    """What is malformed in a policy, whatever the operator allows."""
-    if policy.kind is not NetworkKind.ONE_ENDPOINT:
-        return []
-    problems = []
-    if not 1024 <= policy.local_port <= 65535:
-        problems.append(Violation("spec.network.one_endpoint.local_port", "must be 1024 to 65535"))
-    host, _, port = policy.upstream.rpartition(":")
-    unix = policy.upstream.startswith("unix:/")
-    if not unix and not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        problems.append(Violation("spec.network.one_endpoint.upstream", 'must be "host:port" or "unix:/path"'))
-    return problems

@@ -212,6 +212,27 @@ async def test_what_an_ended_process_left_behind_can_still_be_killed(box: Box) -
     assert await processes_named(box, "sleep") == 0
 
 
+async def test_a_process_whose_first_thread_has_ended_is_killed_with_the_rest(box: Box) -> None:
+    """R40, R60"""
+    program = """
+import ctypes, os, threading, time
+def live_on():
+    while "State:\\tZ" not in open(f"/proc/{os.getpid()}/status").read():
+        time.sleep(0.01)
+    print("alone", flush=True)
+    time.sleep(4751)
+threading.Thread(target=live_on).start()
+ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)
+"""
+    await box.start("threads", "python3", "-c", program)
+    async for event in box.watch("threads"):
+        if event.chunk.data == b"alone\n":
+            break
+    await box.kill("threads")
+    alone = "grep -l '^Threads:.[2-9]' $(grep -lx 'Name:.python3' /proc/[0-9]*/status) /dev/null 2>/dev/null | wc -l"
+    assert int(await box.out(alone)) == 0
+
+
 async def test_an_exit_does_not_wait_for_those_who_hold_its_output_open(box: Box) -> None:
     """R28, R41"""
     await box.start("leaky", "bash", "-c", "setsid sleep 4741 & echo done")
@@ -378,5 +399,6 @@ async def test_zombies_of_daemons_are_reaped(box: Box) -> None:
 
 
 async def processes_named(box: Box, name: str) -> int:
-    """How many processes of this name run in the sandbox."""
-    return int(await box.out(f"grep -lx {name} /proc/[0-9]*/comm 2>/dev/null | wc -l"))
+    """How many processes of this name run in the sandbox; one that is dead and not yet reaped does not."""
+    named = f"grep -lx 'Name:.{name}' /proc/[0-9]*/status 2>/dev/null"
+    return int(await box.out(f"{named} | xargs -r grep -L '^State:.[ZX]' 2>/dev/null | wc -l"))

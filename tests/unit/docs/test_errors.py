@@ -57,7 +57,7 @@ PASSED_ON = {
     },
     "client": {
         "penstock/client/errors.py: kind(reason=reason)": "the reason of the service that was called",
-        "penstock/client/sessions.py: kind(reason=reason)": "the name of the proto's ResultRejected.Reason",
+        "penstock/client/leases.py: kind(reason=reason)": "the name of the proto's ResultRejected.Reason",
     },
 }
 """Where an error's reason is not written where it is made, and where it comes from instead."""

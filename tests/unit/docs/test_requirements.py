@@ -9,13 +9,6 @@ from docs import coverage
 from tests.unit.docs.pages import ROOT, tables
 
 NOT_PROVED_YET = {
-    31: "no test holds thousands of waiting calls",
-    36: "suites for 401, 404, cancel and isolation are there; a soak and the other dialects are not",
-    47: "container options come with a container backend",
-    53: "nothing scans messages for vendors' names",
-    56: "installation is retried, and no test makes a registry fail",
-    76: "grading in a fresh fork is refused by name (docs/status.md)",
-    77: "the reward's own field is in the proto, and no test says so by number",
     78: "terminal episodes are not served (docs/status.md)",
 }
 """Requirements that no test cites, and why. Only ever shortened."""

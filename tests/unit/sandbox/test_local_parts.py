@@ -15,8 +15,8 @@ from penstock_sandbox.backends.local import layers, rootfs, runtimes
 from penstock_sandbox.backends.local.stage import Stage
 from penstock_sandbox.backends.local.uids import UserPool
 from penstock_sandbox.model import NetworkKind, NetworkPolicy, Runtime, RuntimeKind
+from penstock_sandbox.policy import network_problems
 from penstock_sandbox.rpc.pages import page
-from penstock_sandbox.sandboxes import network_problems
 
 
 def test_users_are_handed_out_once_and_come_back_with_their_last_holder() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_sandbox.backends.base import RawExit
-from penstock_sandbox.model import Chunk, Command, ExitReason, ProcessSpec, Stream
-from penstock_sandbox.processes import RunningProcess
+from penstock_sandbox.model import Chunk, Command, ExitReason, Gap, ProcessSpec, Stream
+from penstock_sandbox.running import RunningProcess
 
 OUT, ERR = Stream.STDOUT, Stream.STDERR
 
@@ -75,3 +75,18 @@ async def test_a_secret_is_in_no_view_of_its_process(tmp_path: Path) -> None:
     command = Command(argv=("x",), secret_env={"KEY": "sk-test '$(leak)"})
     process = RunningProcess(ProcessSpec("p", command), b"", tmp_path)
     assert "leak" not in repr(process.view()) and "leak" not in repr(process.spec)
+
+
+async def test_output_discarded_while_a_watcher_is_busy_is_in_the_next_gap(tmp_path: Path) -> None:
+    """R26"""
+    process = RunningProcess(ProcessSpec("p", Command(argv=("x",)), output_limit=2), b"", tmp_path)
+    process.output(OUT, b"abcd")
+    told = []
+    async for event in process.watch({OUT: 0, ERR: 0}):
+        told.append(event)
+        if len(told) == 2:
+            process.output(OUT, b"efgh")
+            process.closed(OUT)
+            process.closed(ERR)
+            process.exited(RawExit(code=0, signal=None))
+    assert told == [Chunk(OUT, 0, b"ab"), Gap(OUT, 2, 4), Gap(OUT, 4, 8)]

@@ -421,7 +421,7 @@ def use_tool(call: "dict[str, Any]", config: "dict[str, Any]") -> "tuple[str, in
 def converse(config: "dict[str, Any]", sampling: "dict[str, Any]") -> int:
     """Talk until the model stops calling tools."""
     try:
-        with open(config["instruction_file"], encoding="utf-8") as file:
+        with open(config["instruction_file"], encoding="utf-8", newline="") as file:
             instruction = file.read()
     except (OSError, ValueError) as error:
         raise Stop(2, f"instruction_file: {error}") from None

@@ -12,7 +12,7 @@ import base64
 import hashlib
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,9 @@ from penstock_interception.graph.model import (
 
 MAGIC = b"PTG1"
 _HEAD = struct.Struct("<4sI")
+# The fields of these hold plain values: `asdict`, which copies each deeply, would cost more than the rest of a record.
+_SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
+_KEY_FIELDS = tuple(field.name for field in fields(PromptKey))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +82,7 @@ class CommitRecord:
             "engine_version": sampled.engine_version,
             "injected": sampled.injected,
             "usable": sampled.usable,
-            "key": {k: v.hex() if isinstance(v, bytes) else v for k, v in asdict(self.key).items()},
+            "key": {name: _plain(getattr(self.key, name)) for name in _KEY_FIELDS},
             "call_class": self.call_class,
             "hinted": self.hinted,
             "session": self.session,
@@ -170,6 +173,10 @@ def chain_next(head: bytes, call_id: str, prompt_ids: IntArray, sampled: Sampled
     return state.digest()
 
 
+def _plain(value: Any) -> Any:
+    return value.hex() if isinstance(value, bytes) else value
+
+
 def _little(array: IntArray | FloatArray) -> bytes:
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
@@ -196,7 +203,7 @@ def _part_from_json(item: dict[str, Any]) -> Part:
 def _sampling_to_json(sampling: Sampling | None) -> dict[str, Any] | None:
     if sampling is None:
         return None
-    return {name: value for name, value in asdict(sampling).items() if value is not None}
+    return {name: value for name in _SAMPLING_FIELDS if (value := getattr(sampling, name)) is not None}
 
 
 def _sampling_from_json(item: dict[str, Any] | None) -> Sampling | None:

@@ -7,6 +7,7 @@ address (R11). A request that was begun is recorded as a call without content.
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 from typing import Final
 
@@ -14,6 +15,7 @@ import aiohttp
 import structlog
 from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
 
 from penstock_codec.chat import Sampling
 from penstock_interception.calls import Arrival, Call, Dialect, Rollout
@@ -24,6 +26,11 @@ from penstock_interception.sources.upstream import UpstreamSource
 from penstock_interception.turns import Turns
 
 _log = structlog.get_logger(__name__)
+
+# What a model is asked by; the key behind it may open more, such as files or an account, and that is not for agents.
+_OFFERED: Final = re.compile(
+    r"/v1/(chat/completions|completions|responses|messages|messages/count_tokens|embeddings|models(/[A-Za-z0-9_:@-][A-Za-z0-9_.:@-]*)*)"
+)
 
 _HOP: Final = frozenset(
     {
@@ -66,7 +73,7 @@ class Passthrough:
         source = self._sources.source(rollout.opening, rollout.caller_key)
         if not isinstance(source, UpstreamSource):
             raise BadRequest("This rollout has no endpoint.", None, "no_upstream")
-        if not path.startswith("/v1/") or ".." in path.split("/"):
+        if request.method not in ("GET", "POST") or not _OFFERED.fullmatch(path):
             raise BadRequest("There is no such route.", None, "unknown_url")
         body = await request.read()
         call = None
@@ -92,7 +99,11 @@ class Passthrough:
     ) -> web.StreamResponse:
         headers = _onward(request.headers)
         headers.update(source.credentials())
-        url = source.base_url + path + (f"?{request.query_string}" if request.query_string else "")
+        # As it is: nothing of what the agent wrote is decoded or resolved once more on the way.
+        url = URL(
+            source.base_url + path + (f"?{request.rel_url.raw_query_string}" if request.query_string else ""),
+            encoded=True,
+        )
         async with self._http.request(
             request.method, url, data=body or None, headers=headers, allow_redirects=False
         ) as answer:

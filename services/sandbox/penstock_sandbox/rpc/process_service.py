@@ -11,9 +11,9 @@ import grpc
 from penstock.sandbox.v1 import process_service_pb2 as pb
 from penstock.sandbox.v1 import process_service_pb2_grpc
 from penstock_sandbox.model import DEFAULT_OUTPUT_LIMIT, Chunk, Gap, ProcessSpec, PtySize, Stream
-from penstock_sandbox.processes import RunningProcess
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.pages import page
+from penstock_sandbox.running import RunningProcess
 from penstock_sandbox.sandboxes import Sandboxes
 
 Context = grpc.aio.ServicerContext[Any, Any]

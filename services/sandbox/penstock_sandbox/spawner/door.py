@@ -49,6 +49,7 @@ class Door:
         self._channel = channel
         self._first_pid = first_pid
         self._host_proc = host_proc
+        self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._oom_score = oom_score
         self._oom_base = int(os.pread(oom_score, 16, 0) or b"0")
         self._tags: dict[int, int] = {}  # process id on the host -> descriptor that pins its UTS namespace
@@ -221,13 +222,8 @@ class Door:
             raise files.Refused(errno.ESRCH, "no such process")
         tag = f"uts:[{os.fstat(descriptor).st_ino}]"
         deadline = time.monotonic() + _KILL_DEADLINE_S
-        killed: set[int] = set()
-        while found := self._carriers(tag):
-            for pid in found:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
+        killed: set[str] = set()
+        while found := self._kill_carriers(tag):
             killed.update(found)
             if time.monotonic() > deadline:
                 raise files.Refused(
@@ -236,18 +232,28 @@ class Door:
             time.sleep(0.0005)
         return {"killed": len(killed)}, []
 
-    def _carriers(self, tag: str) -> list[int]:
+    def _kill_carriers(self, tag: str) -> list[str]:
+        """Kill all that carry the tag now; answers their ids inside the sandbox.
+
+        What is inside shows in the sandbox's own /proc, which is as short as the sandbox is small; the host's has every
+        process of every sandbox. A directory of it names its process for good, as a pidfd does.
+        """
         found = []
-        own = os.getpid()
-        for name in os.listdir(self._host_proc):
-            if not name.isdigit() or int(name) == own:
+        for name in os.listdir(self._proc):
+            if not name.isdigit():
                 continue
             try:
-                if os.readlink(f"{name}/ns/uts", dir_fd=self._host_proc) == tag:
-                    found.append(int(name))
+                process = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._proc)
             except OSError:
-                # Another user's process, one that ended meanwhile, or a zombie: none can carry the tag and run.
-                continue
+                continue  # it ended meanwhile
+            try:
+                if _carries(process, tag):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+                    found.append(name)
+            except OSError:
+                continue  # it ended meanwhile
+            finally:
+                os.close(process)
         return found
 
     def _forget(self, request: wire.Message, _: list[int]) -> Reply:
@@ -268,7 +274,13 @@ class Door:
         return {}, [listener.detach()]
 
     def _job(self, request: wire.Message, descriptors: list[int]) -> Reply:
-        """Run a long file operation in a child of its own; its result goes to ``descriptors[0]``."""
+        """Run a long file operation in a child of its own; its result goes to ``descriptors[0]``.
+
+        A few small files, which every agent starts with, are written faster than a child is made.
+        """
+        if files.is_small(request, descriptors):
+            files.run_job(request, descriptors)
+            return {}, []
         pid = os.fork()
         if pid == 0:
             code = 70
@@ -284,6 +296,25 @@ class Door:
                 os._exit(code)
         self._jobs.add(pid)
         return {"pid": pid}, []
+
+
+def _carries(process: int, tag: str) -> bool:
+    """Whether any thread of a process (its directory in /proc) carries the tag; one that has ended carries none."""
+    try:
+        return os.readlink("ns/uts", dir_fd=process) == tag
+    except OSError:
+        pass  # its first thread has ended: it is a zombie, unless others live on
+    threads = os.open("task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=process)
+    try:
+        for thread in os.listdir(threads):
+            try:
+                if os.readlink(f"{thread}/ns/uts", dir_fd=threads) == tag:
+                    return True
+            except OSError:
+                continue
+        return False
+    finally:
+        os.close(threads)
 
 
 def _find(program: str, path: str) -> str:

@@ -26,6 +26,9 @@ from penstock_sandbox.spawner import wire
 Reply = tuple[wire.Message, list[int]]
 
 _CHUNK = 256 * 1024
+_SMALL_TREE = 64 * 1024
+# What tarfile raises for an archive that is none: its own errors, and those of numbers and names that it cannot read.
+_DAMAGED = (tarfile.TarError, ValueError, LookupError, OverflowError)
 
 
 class Refused(Exception):
@@ -158,6 +161,20 @@ OPERATIONS_ON_DESCRIPTORS: dict[str, Callable[[wire.Message, list[int]], Reply]]
 }
 
 
+def is_small(request: wire.Message, descriptors: list[int]) -> bool:
+    """Whether a job is to unpack a small archive that grows into little; one that is damaged is not."""
+    if request["job"] != "write_tree" or os.fstat(descriptors[1]).st_size > _SMALL_TREE:
+        return False
+    try:
+        with (
+            os.fdopen(descriptors[1], "rb", closefd=False) as source,
+            tarfile.open(fileobj=source, mode="r:") as archive,
+        ):
+            return sum(member.size for member in archive) <= _SMALL_TREE
+    except (*_DAMAGED, OSError):
+        return False
+
+
 def run_job(request: wire.Message, descriptors: list[int]) -> None:
     """Run a tree operation and write its result, a JSON object, to ``descriptors[0]``."""
 
@@ -165,7 +182,7 @@ def run_job(request: wire.Message, descriptors: list[int]) -> None:
         result = _JOBS[request["job"]](request, descriptors)
     except Refused as refusal:
         result = {"errno": refusal.errno, "what": refusal.what}
-    except tarfile.TarError as error:
+    except _DAMAGED as error:
         result = {"errno": errno.EBADMSG, "what": f"not a readable tar archive: {error}"}
     except OSError as error:
         result = {"errno": error.errno or errno.EIO, "what": f"{error.strerror}: {error.filename or ''}"}

@@ -134,14 +134,19 @@ async def _answers(ps: Penstock, name: str, n: int, options: RolloutOptions) -> 
         return
     selector: dict[str, Any] = {"rollout_ids": (name,)} if n == 1 else {"group_id": name}
     async with ps.intercept(**selector, credits=64, identity="penstock rollout") as session:
-        delegating = asyncio.create_task(_delegate(session), name="penstock-delegate")
         try:
-            yield
-        finally:
-            delegating.cancel()
-            await asyncio.wait([delegating])
-        if not delegating.cancelled():
-            delegating.result()
+            async with asyncio.TaskGroup() as tasks:  # without a trainer the rollout would wait for nobody
+                delegating = tasks.create_task(_delegate(session), name="penstock-delegate")
+                yield
+                delegating.cancel()
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What went wrong first: groups are for programs, a person wants one line."""
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 async def _delegate(session: InterceptSession) -> None:

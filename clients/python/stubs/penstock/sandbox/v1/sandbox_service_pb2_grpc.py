@@ -29,7 +29,7 @@ class SandboxServiceStub(object):
     """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (JOURNAL_CLOSED) while the service stops.
+    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
     """
 
     def __init__(self, channel):
@@ -139,7 +139,7 @@ class SandboxServiceServicer(object):
     """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (JOURNAL_CLOSED) while the service stops.
+    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
     """
 
     def CreateSandbox(self, request, context):
@@ -405,7 +405,7 @@ class SandboxService(object):
     """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (JOURNAL_CLOSED) while the service stops.
+    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
     """
 
     @staticmethod

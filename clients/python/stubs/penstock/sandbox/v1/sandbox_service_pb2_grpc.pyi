@@ -30,7 +30,7 @@ class SandboxServiceStub:
     """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (JOURNAL_CLOSED) while the service stops.
+    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
     """
 
     @_typing.overload
@@ -113,7 +113,7 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (JOURNAL_CLOSED) while the service stops.
+    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -192,7 +192,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
     """Lifecycle of sandboxes and snapshots. Knows nothing of agents or models.
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
-    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (JOURNAL_CLOSED) while the service stops.
+    INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
     """
 
     @_abc_1.abstractmethod

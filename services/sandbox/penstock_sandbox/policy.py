@@ -1,0 +1,107 @@
+"""What the operator allows a sandbox to be, and what a spec must look like (R54, R64).
+
+Invariants: everything here is decided from the spec and the settings alone, before anything is started.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_sandbox.backends.base import Backend
+from penstock_sandbox.model import NetworkKind, NetworkPolicy, Resources, SandboxSpec
+
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the operator allows."""
+
+    max_sandboxes: int
+    default_lease_s: float
+    max_lease_s: float
+    default_resources: Resources
+    allowed_upstreams: tuple[str, ...]
+
+
+class Policy:
+    """Judges specs by the operator's limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
+    def with_defaults(self, backend: Backend, asked: Resources) -> Resources:
+        """The limits asked for, and the operator's where none is asked for and the backend can hold one."""
+        can, default = backend.capabilities, self.limits.default_resources
+        return Resources(
+            cpu=asked.cpu if asked.cpu is not None else default.cpu if can.limit_cpu else None,
+            memory_bytes=asked.memory_bytes
+            if asked.memory_bytes is not None
+            else default.memory_bytes
+            if can.limit_memory
+            else None,
+            pids=asked.pids if asked.pids is not None else default.pids if can.limit_pids else None,
+            disk_bytes=asked.disk_bytes
+            if asked.disk_bytes is not None
+            else default.disk_bytes
+            if can.limit_disk
+            else None,
+        )
+
+    def check_values(self, spec: SandboxSpec, lease_s: float) -> None:
+        """Raise InvalidArgument (INVALID_SPEC), with a violation for each field that does not hold."""
+        problems = []
+        if not 0 < lease_s <= self.limits.max_lease_s:
+            problems.append(Violation("spec.lease", f"must be positive and at most {self.limits.max_lease_s:g} s"))
+        for key, value in spec.labels.items():
+            if not _LABEL.fullmatch(key) or not _LABEL.fullmatch(value):
+                problems.append(Violation("spec.labels", f"{key!r}: keys and values must match {_LABEL.pattern}"))
+        for name, value in spec.env.items():
+            if not name or "=" in name or "\0" in name or "\0" in value:
+                problems.append(Violation("spec.env", "a name is empty or holds '=', or something holds a NUL byte"))
+        limits = spec.resources
+        for field, amount, least in (
+            ("cpu", limits.cpu, 0.01),
+            ("memory_bytes", limits.memory_bytes, 4 * 1024 * 1024),
+            ("pids", limits.pids, 8),
+            ("disk_bytes", limits.disk_bytes, 1024 * 1024),
+        ):
+            if amount is not None and not amount >= least:
+                problems.append(Violation(f"spec.resources.{field}", f"must be at least {least}"))
+        if spec.image and spec.snapshot_id:
+            problems.append(Violation("spec.base", "an image and a snapshot exclude each other"))
+        problems += network_problems(spec.network)
+        if problems:
+            raise InvalidArgument(
+                "; ".join(f"{problem.field}: {problem.description}" for problem in problems),
+                reason="INVALID_SPEC",
+                violations=problems,
+            )
+
+    def check_network(self, policy: NetworkPolicy) -> None:
+        """Raise FailedPrecondition (UPSTREAM_NOT_ALLOWED) for an upstream that the operator does not name."""
+        if policy.kind is NetworkKind.ONE_ENDPOINT and not any(
+            fnmatch.fnmatchcase(policy.upstream, pattern) for pattern in self.limits.allowed_upstreams
+        ):
+            raise FailedPrecondition(
+                f"sandboxes may not be connected to {policy.upstream}; the operator's allowed_upstreams must name it",
+                reason="UPSTREAM_NOT_ALLOWED",
+                metadata={"upstream": policy.upstream},
+            )
+
+
+def network_problems(policy: NetworkPolicy) -> list[Violation]:
+    """What is malformed in a policy, whatever the operator allows."""
+    if policy.kind is not NetworkKind.ONE_ENDPOINT:
+        return []
+    problems = []
+    if not 1024 <= policy.local_port <= 65535:
+        problems.append(Violation("spec.network.one_endpoint.local_port", "must be 1024 to 65535"))
+    host, _, port = policy.upstream.rpartition(":")
+    unix = policy.upstream.startswith("unix:/")
+    if not unix and not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        problems.append(Violation("spec.network.one_endpoint.upstream", 'must be "host:port" or "unix:/path"'))
+    return problems

@@ -1,0 +1,68 @@
+"""The demo trainer against four real services: small, but nothing left out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+GRPO = Path(__file__).resolve().parents[2] / "examples" / "grpo"
+
+if str(GRPO) not in sys.path:
+    sys.path.insert(0, str(GRPO))
+
+import learner  # noqa: E402 - the demo is a script with its modules beside it
+import train  # noqa: E402
+from display import Display  # noqa: E402
+
+STEPS, PROMPTS, GROUP = 2, 2, 4
+MEASURED = {"seconds", "elapsed"}
+
+
+def test_a_seed_repeats_its_run_and_every_token_is_the_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R82, R87: two runs of one seed agree in every figure and every token; versions advance with each push."""
+    monkeypatch.setattr(learner, "WARM_STEPS", 2 * learner.WARM_CHUNK)
+    monkeypatch.setattr(train, "PROMPTS", PROMPTS)
+    monkeypatch.setattr(train, "GROUP_SIZE", GROUP)
+    runs = [_run(tmp_path / name) for name in ("first", "second")]
+    metrics, rows = runs[0]
+    assert [line["policy_version"] for line in metrics] == list(range(STEPS))
+    assert all(line["rollouts"] == PROMPTS * GROUP and line["ungraded"] == 0 for line in metrics)
+    assert all(0.0 <= line["logprob_gap"] < 1e-4 for line in metrics)
+    assert len(rows) == STEPS * PROMPTS * GROUP
+    for row in rows:
+        assert len(row["input_ids"]) == len(row["loss_mask"]) == len(row["logprobs"])
+        assert 0.0 <= row["reward"] <= 1.0
+    assert sum(sum(row["loss_mask"]) for row in rows) == sum(line["tokens"] for line in metrics)
+    assert runs[0] == runs[1]
+
+    first, second = (tmp_path / name / "seed" for name in ("first", "second"))
+    weights = [load_file(path / "model" / "model.safetensors") for path in (first, second)]
+    assert all(np.array_equal(value, weights[1][name]) for name, value in weights[0].items())
+    initial = load_file(first / "initial" / "model.safetensors")
+    assert any(not np.array_equal(value, weights[0][name]) for name, value in initial.items())
+
+
+def _run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A run of two steps: its metrics without the times, and its samples in the order of their rollouts."""
+    run = directory / "seed"
+    run.mkdir(parents=True)
+    with Display("test") as display:
+        asyncio.run(train.train(5, STEPS, run, display))
+    metrics = _lines(run / "metrics.jsonl")
+    rows = [row for path in (run / "trajectories").iterdir() for row in _lines(path)]
+    kept = ("rollout_id", "input_ids", "loss_mask", "logprobs", "reward")
+    return (
+        [{key: value for key, value in line.items() if key not in MEASURED} for line in metrics],
+        sorted(({key: row[key] for key in kept} for row in rows), key=lambda row: str(row["rollout_id"])),
+    )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,81 @@
+"""A vendor's endpoint at the wire: answers every chat completion alike and remembers what reached it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+_DELTA = '{"id":"c","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,%s}]}'
+_STREAM = "".join(
+    f"data: {_DELTA % part}\n\n"
+    for part in (
+        '"delta":{"role":"assistant","content":"nothing to do"},"finish_reason":null',
+        '"delta":{},"finish_reason":"stop"',
+    )
+)
+_WHOLE = {
+    "id": "c",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "nothing to do"}}],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One request."""
+
+    method: str
+    raw_path: str
+    authorization: str
+    body: bytes
+
+
+@dataclass
+class Vendor:
+    """The endpoint. `during` runs while a completion is being asked for, so while an agent waits."""
+
+    base_url: str
+    during: Callable[[], None] | None = None
+    seen: list[Seen] = field(default_factory=list)
+
+    @property
+    def completions(self) -> list[Seen]:
+        """Requests for completions, in order."""
+        return [item for item in self.seen if item.method == "POST"]
+
+
+@asynccontextmanager
+async def vendor() -> AsyncIterator[Vendor]:
+    """A server on a free port of the loopback."""
+    here = Vendor("")
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        authorization = request.headers.get("authorization", "")
+        here.seen.append(Seen(request.method, request.raw_path, authorization, body))
+        if request.method != "POST":
+            return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
+        if here.during is not None:
+            here.during()
+        if b'"stream":true' in body.replace(b" ", b""):
+            return web.Response(text=_STREAM + "data: [DONE]\n\n", content_type="text/event-stream")
+        return web.json_response(_WHOLE)
+
+    app = web.Application(client_max_size=32 << 20)
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        here.base_url = f"http://{host}:{port}/v1"
+        yield here
+    finally:
+        await runner.cleanup()
