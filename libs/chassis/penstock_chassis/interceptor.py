@@ -21,15 +21,20 @@ from typing import Any, Final
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from penstock_chassis import rpc_status
 from penstock_chassis.auth import HEALTH_CHECK, Authenticator, RoleTable, authorize, set_principal
+from penstock_chassis.errors import InvalidArgument
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Metadata key of the id that ties the log lines of one request together across services."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _OPEN: Final = frozenset({HEALTH_CHECK})
+_MALFORMED: Final = object()
+"""Stands for a request that could not be read."""
+
 _CODE_NAMES: Final[dict[Any, str]] = {key: item.name for item in grpc.StatusCode for key in (item, item.value[0])}
 _log = structlog.get_logger("penstock.rpc")
 
@@ -70,20 +75,20 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else (handler.unary_stream, grpc.unary_stream_rpc_method_handler)
             )
-            return make(self._streaming(method, kind), handler.request_deserializer, handler.response_serializer)
+            return make(self._streaming(method, kind), _reader(handler), handler.response_serializer)
         kind, make = (
             (handler.stream_unary, grpc.stream_unary_rpc_method_handler)
             if handler.request_streaming
             else (handler.unary_unary, grpc.unary_unary_rpc_method_handler)
         )
-        return make(self._single(method, kind), handler.request_deserializer, handler.response_serializer)
+        return make(self._single(method, kind), _reader(handler), handler.response_serializer)
 
     def _single(self, method: str, behaviour: Any) -> Any:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             started = time.perf_counter()
             try:
                 self._admit(method, context)
-                response = await behaviour(request, context)
+                response = await behaviour(_checked(request), context)
             except BaseException as error:
                 await _fail(method, started, context, error)
                 raise
@@ -97,7 +102,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             started = time.perf_counter()
             try:
                 self._admit(method, context)
-                responses = behaviour(request, context)
+                responses = behaviour(_checked(request), context)
                 if hasattr(responses, "__aiter__"):
                     try:
                         async for response in responses:
@@ -128,6 +133,35 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         set_principal(principal)
 
 
+def _reader(handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
+    """The deserializer of a method's requests; of a single one, bytes that are no message are an answer, not an error.
+
+    gRPC reads a single request before the handler runs and would answer with the parser's own words. So it is looked at
+    after the caller was admitted; in a stream of requests the error comes up in the handler.
+    """
+    read = handler.request_deserializer
+    if read is None or handler.request_streaming:
+        return read
+
+    def tolerant(data: bytes) -> Any:
+        try:
+            return read(data)
+        except DecodeError:
+            return _MALFORMED
+
+    return tolerant
+
+
+def _checked(request: Any) -> Any:
+    if request is _MALFORMED:
+        raise _malformed()
+    return request
+
+
+def _malformed() -> InvalidArgument:
+    return InvalidArgument("The request is no message of the method's type.", reason="REQUEST_MALFORMED")
+
+
 async def _fail(method: str, started: float, context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:
     """Logs the end of a failed RPC and aborts it with its status; returns only where the exception is to go on."""
     if isinstance(error, grpc.aio.AbortError):
@@ -136,7 +170,7 @@ async def _fail(method: str, started: float, context: grpc.aio.ServicerContext[A
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         _report(method, started, grpc.StatusCode.CANCELLED.name)
         return
-    told = rpc_status.expected(error)
+    told = rpc_status.expected(_malformed() if isinstance(error, DecodeError) else error)
     if told is None:
         if not isinstance(error, Exception):
             return  # KeyboardInterrupt and its like end the process

@@ -110,6 +110,8 @@ class BackendFacts:
     diff: bool
     toolboxes: bool
     stdin: bool
+    limits: frozenset[str] = frozenset()
+    """Names of the resources in SandboxTerms that it can limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,11 @@ def check_backend(order: RolloutOrder, backends: Sequence[BackendFacts]) -> None
         )
         if not is_there
     ]
+    missing += [
+        f"a limit of {name}"
+        for name in ("cpu", "memory_bytes", "pids", "disk_bytes")
+        if getattr(order.sandbox, name) is not None and name not in backend.limits
+    ]
     if missing:
         raise FailedPrecondition(
             f"backend {backend.name} lacks what the rollout needs: {', '.join(missing)}", reason="CAPABILITY_MISSING"

@@ -70,6 +70,7 @@ def order_from_proto(spec: rollout_pb2.RolloutSpec, registry: AgentRegistry) -> 
     limits = _limits(spec.limits, agent.spec.default_timeout_s, found)
     _check_labels(spec, found)
     _check_source(spec, found)
+    _check_gate_terms(spec, found)
     resources = spec.sandbox.resources
     for name in ("cpu", "memory_bytes", "pids", "disk_bytes"):
         value = getattr(resources, name) if resources.HasField(name) else None
@@ -267,6 +268,19 @@ def _check_labels(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:
             found.add(f"spec.labels.{label[:80]}", f"labels that begin with {_RESERVED_LABEL} are the service's own")
     if spec.HasField("run_id") and not _LABEL.fullmatch(spec.run_id):
         found.add("spec.run_id", "expected 1 to 63 letters, digits and . _ / -")
+
+
+def _check_gate_terms(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:
+    """What the gate would refuse once the rollout has begun."""
+    for field, value in spec.budgets.ListFields():
+        if isinstance(value, Duration):
+            if duration_to_seconds(value) <= 0:
+                found.add(f"spec.budgets.{field.name}", "expected more than 0")
+        elif value < 1:
+            found.add(f"spec.budgets.{field.name}", "expected at least 1")
+    for field, value in spec.policy.ListFields():
+        if value < 0:
+            found.add(f"spec.policy.{field.name}", "expected at least 0")
 
 
 def _check_source(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:

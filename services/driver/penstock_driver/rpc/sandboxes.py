@@ -92,6 +92,16 @@ class GrpcSandboxes:
                 diff=backend.capabilities.diff,
                 toolboxes=backend.capabilities.toolboxes,
                 stdin=backend.capabilities.stdin_stream,
+                limits=frozenset(
+                    name
+                    for name, held in (
+                        ("cpu", backend.capabilities.limit_cpu),
+                        ("memory_bytes", backend.capabilities.limit_memory),
+                        ("pids", backend.capabilities.limit_pids),
+                        ("disk_bytes", backend.capabilities.limit_disk),
+                    )
+                    if held
+                ),
             )
             for backend in answer.backends
         ]

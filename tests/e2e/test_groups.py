@@ -1,0 +1,243 @@
+"""Groups, watches and exports against the real services, with the reference agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from pathlib import Path
+
+import pytest
+from tests.support.copying import copy_task, finish, training
+from tests.support.policy import bash, in_turn
+from tests.support.stack import Running
+from tests.support.waiting import eventually
+
+from penstock.client import (
+    Budgets,
+    Command,
+    FailedPrecondition,
+    Inference,
+    Mode,
+    ModelCall,
+    Phase,
+    PhaseChanged,
+    Resources,
+    RewardFrom,
+    SandboxChoice,
+    Task,
+    Verifier,
+)
+from penstock.client.export import write
+
+
+async def test_a_group_of_four_prepares_once_and_gives_four_exact_trajectories(stack: Running, tmp_path: Path) -> None:
+    """R17, R57, R74, R84: one setup for all, one result each, and an export that trainers can eat."""
+    label = secrets.token_hex(8)
+    run_id = f"run-{label}"
+    # The setup leaves a value of its own making: forks of one preparation share it, four preparations would not.
+    task = copy_task(
+        stack,
+        setup=[Command(shell="echo kiwi > note.txt; head -c 16 /dev/urandom | base64 > made-once.txt")],
+        verifier=Verifier(commands=[Command(shell='[ "$(cat out.txt)" = kiwi ]'), Command(["cat", "made-once.txt"])]),
+    )
+    async with training(stack, label):
+        group = await stack.ps.groups.create(task, "shell", n=4, labels={"test": label}, run_id=run_id)
+        events = [event async for event in group.events()]
+        results = await group.results(samples_only=False)
+    assert group.info.complete
+    assert set(group.info.result_rollout_ids) == set(group.rollout_ids)
+    assert [result.reward.value if result.reward else None for result in results] == [1.0] * 4
+    assert [result.rollout.index for result in results] == [0, 1, 2, 3]
+    made = {
+        event.payload.stdout_tail
+        for event in events
+        if getattr(event.payload, "phase", None) is Phase.VERIFYING and getattr(event.payload, "index", 0) == 1
+    }
+    assert len(made) == 1, made
+    for rollout_id in group.rollout_ids:
+        sequences = [event.sequence for event in events if event.rollout_id == rollout_id]
+        assert sequences == list(range(1, len(sequences) + 1))
+    for result in results:
+        assert result.trajectory is not None
+        assert result.trajectory.grade == "exact", result.trajectory.findings
+        assert result.trajectory.group_id == group.group_id
+
+    turns, sequences_file = tmp_path / "turns.jsonl", tmp_path / "sequences.jsonl"
+    assert await write(stack.ps.rollouts.export(run_id=run_id), turns, table="turns") == 8
+    assert await write(stack.ps.rollouts.export(run_id=run_id), sequences_file, table="sequences") == 4
+    for line in sequences_file.read_text().splitlines():
+        row = json.loads(line)
+        assert row["reward"] == 1.0
+        assert len(row["input_ids"]) == len(row["loss_mask"]) == len(row["logprobs"])
+        assert sum(row["loss_mask"]) == sum(span["end"] - span["start"] for span in row["turn_spans"])
+
+
+async def test_spares_fill_in_for_rollouts_that_fail_and_what_is_not_needed_is_cancelled(stack: Running) -> None:
+    """R62, R70: two wanted of four; two get their answers first, one never gets any."""
+    label = secrets.token_hex(8)
+    never = asyncio.Event()
+    async with training(stack, label) as trainer:
+
+        async def hold_the_last_two(call: ModelCall) -> None:
+            if call.group_index is not None and call.group_index >= 2:
+                await never.wait()
+
+        trainer.before = hold_the_last_two
+        group = await stack.ps.groups.create(copy_task(stack), "shell", n=2, spares=2, labels={"test": label})
+        results = await group.results()
+    assert group.info.complete
+    by_index = {result.rollout.index: result for result in results}
+    assert {index for index, result in by_index.items() if result.reward} == {0, 1}
+    for index in (2, 3):
+        failure = by_index[index].failure
+        assert failure is not None
+        assert (failure.cause, failure.reason) == ("cancelled", "GROUP_COMPLETE")
+        assert by_index[index].reward is None
+    assert set(group.info.result_rollout_ids) == {by_index[0].rollout_id, by_index[1].rollout_id}
+
+
+async def test_stragglers_are_ended_once_the_quorum_and_its_grace_are_there(stack: Running) -> None:
+    """R62: a group of three with a quorum of two and no grace does not wait for the third."""
+    label = secrets.token_hex(8)
+    never = asyncio.Event()
+    async with training(stack, label) as trainer:
+
+        async def hold_the_first(call: ModelCall) -> None:
+            if call.group_index == 0:
+                await never.wait()
+
+        trainer.before = hold_the_first
+        group = await stack.ps.groups.create(
+            copy_task(stack), "shell", n=3, quorum=2, straggler_grace=0.0, labels={"test": label}
+        )
+        results = await group.results()
+    assert group.info.complete
+    assert [result.reward.value if result.reward else None for result in results] == [None, 1.0, 1.0]
+    assert results[0].failure is not None
+    assert (results[0].failure.cause, results[0].failure.reason) == ("cancelled", "STRAGGLER")
+
+
+async def test_cancelling_a_group_ends_its_agents_and_sandboxes_and_is_no_reward(stack: Running) -> None:
+    """R24, R70, R74"""
+    label = secrets.token_hex(8)
+    waiting: set[str] = set()
+    never = asyncio.Event()
+    async with training(stack, label) as trainer:
+
+        async def hold(call: ModelCall) -> None:
+            waiting.add(call.rollout_id)
+            await never.wait()
+
+        trainer.before = hold
+        group = await stack.ps.groups.create(copy_task(stack), "shell", n=3, labels={"test": label})
+        await eventually(lambda: len(waiting) == 3, "all agents wait")
+        await group.cancel("the test is over")
+        await group.cancel("twice is as good as once")
+        results = await group.results()
+        for call in trainer.calls:
+            await asyncio.wait_for(call.wait_ended(), 60)
+    for result in results:
+        assert result.failure is not None
+        assert result.failure.cause == "cancelled"
+        assert result.reward is None
+        live = [
+            sandbox_id
+            async for sandbox_id, _ in stack.ps.sandboxes.list(labels={"penstock_rollout": result.rollout_id})
+        ]
+        assert live == []
+
+
+async def test_a_watch_is_taken_up_at_any_position_without_a_gap_or_a_repeat(stack: Running) -> None:
+    """R71: the past first, then what happens, from whichever event one has seen last."""
+    label = secrets.token_hex(8)
+    async with training(stack, label):
+        handle = await stack.ps.rollouts.create(copy_task(stack), "shell", labels={"test": label})
+        first = []
+        async for event in handle.events():
+            first.append(event)
+            if isinstance(event.payload, PhaseChanged) and event.payload.phase is Phase.RUNNING:
+                break  # the connection is dropped in the middle of the run
+        rest = [event async for event in handle.events(after=first[-1].sequence)]
+        finished = await finish(handle)
+    assert [event.sequence for event in (*first, *rest)] == [event.sequence for event in finished.events]
+    assert [event.sequence for event in finished.events] == list(range(1, len(finished.events) + 1))
+    for position in (1, len(finished.events) - 1):
+        again = [event async for event in handle.events(after=position)]
+        assert [event.sequence for event in again] == [event.sequence for event in finished.events[position:]]
+
+
+async def test_setup_commands_tell_their_exit_and_output_and_a_failed_one_ends_the_rollout(stack: Running) -> None:
+    """R57, R58, R59, R74: no agent, no verifier, no reward; whose fault it was."""
+    setup = [
+        Command(shell="echo first; echo loud >&2"),
+        Command(shell="echo second; exit 3"),
+        Command(["touch", "third"]),
+    ]
+    handle = await stack.ps.rollouts.create(
+        copy_task(stack, setup=setup), "shell", mode=Mode.TRANSPARENT_PROXY, source=Inference()
+    )
+    finished = await finish(handle)
+    commands = finished.commands(Phase.SETTING_UP)
+    assert [(item.exit.code, item.stdout_tail, item.stderr_tail) for item in commands] == [
+        (0, b"first\n", b"loud\n"),
+        (3, b"second\n", b""),
+    ]
+    failure = finished.result.failure
+    assert failure is not None
+    assert (failure.cause, failure.reason, failure.phase) == ("task", "SETUP_FAILED", "setting_up")
+    assert finished.result.reward is None
+    phases = [event.payload.phase for event in finished.events if isinstance(event.payload, PhaseChanged)]
+    assert Phase.RUNNING not in phases
+    assert Phase.VERIFYING not in phases
+
+
+async def test_a_verifier_that_writes_nothing_usable_is_a_failure_and_not_a_zero(stack: Running) -> None:
+    """R72, R73, R74"""
+    label = secrets.token_hex(8)
+    writes = {
+        "nothing": "true",
+        "text": "echo good",
+        "nan": "echo nan",
+        "two": "echo 2",
+        "json": "echo '{\"reward\": true}'",
+    }
+    reply = in_turn(bash("true"), "done")
+    async with training(stack, label, reply):
+        for name, command in writes.items():
+            verifier = Verifier(
+                commands=[Command(shell=f'{command} > "$PENSTOCK_REWARD_FILE"')], reward=RewardFrom.FILE
+            )
+            task = Task(task_id=name, instruction="do nothing", verifier=verifier)
+            handle = await stack.ps.rollouts.create(task, "shell", labels={"test": label})
+            result = await handle.result()
+            assert result.reward is None, name
+            assert result.failure is not None, name
+            assert result.failure.cause == "verifier", (name, result.failure)
+
+
+async def test_a_budget_ends_a_rollout_cleanly_and_says_so(stack: Running) -> None:
+    """R35, R88: the admitted turn is answered, the next is refused, and the end is typed."""
+    label = secrets.token_hex(8)
+    async with training(stack, label, lambda _prompt: bash("true")) as trainer:
+        handle = await stack.ps.rollouts.create(
+            copy_task(stack), "shell", labels={"test": label}, budgets=Budgets(max_calls=3)
+        )
+        result = await handle.result()
+    assert len(trainer.calls) == 3
+    assert result.failure is not None
+    assert (result.failure.cause, result.failure.reason) == ("budget", "BUDGET_EXHAUSTED")
+    trajectory = await handle.trajectory()
+    assert [call.state for call in trajectory.calls] == ["delivered"] * 3
+
+
+async def test_a_limit_that_the_machine_cannot_hold_is_refused_when_the_rollout_is_created(stack: Running) -> None:
+    """R46, R54, R55: a declared capability, never a silent downgrade."""
+    [local] = [item for item in await stack.ps.sandboxes.backends() if item.name == "local"]
+    task = copy_task(stack)
+    choice = SandboxChoice(resources=Resources(disk_bytes=10 << 20))
+    assert "limit_disk" not in local.capabilities
+    with pytest.raises(FailedPrecondition) as refused:
+        await stack.ps.rollouts.create(task, "shell", sandbox=choice)
+    assert refused.value.reason == "CAPABILITY_MISSING"
+    assert "disk_bytes" in str(refused.value)
