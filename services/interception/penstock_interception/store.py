@@ -69,6 +69,7 @@ class CallStore:
         self._journal = journal
         self._key = key
         self._answers = 0
+        self._last: asyncio.Future[list[int]] | None = None
 
     @classmethod
     async def open(cls, directory: Path, *, sync: Literal["normal", "full"] = "normal") -> Self:
@@ -220,6 +221,11 @@ class CallStore:
             "UPDATE calls SET told = 1, http_attempts = ? WHERE call_id = ?", call.http_attempts, call.id
         )
 
+    async def settled(self) -> None:
+        """Waits until everything written so far is committed, or refused (which is logged)."""
+        if self._last is not None and not self._last.done():
+            await asyncio.wait([self._last])
+
     # Reads -----------------------------------------------------------------------------------------------------------
 
     async def body(self, call_id: str) -> bytes:
@@ -280,6 +286,7 @@ class CallStore:
         statement: Statement = (sql, params)
         written = self._journal.submit([statement])
         written.add_done_callback(_report)
+        self._last = written
         return written
 
 

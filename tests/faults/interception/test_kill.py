@@ -227,7 +227,7 @@ async def test_an_acknowledged_answer_is_neither_lost_nor_asked_for_again(victim
     assert [r.reason for r in other.rejected] == [pb.ResultRejected.REASON_ALREADY_DELIVERED]
 
 
-@pytest.mark.parametrize("delay_ms", [0, 2, 5, 10, 20, 40])
+@pytest.mark.parametrize("delay_ms", [0, 5, 20, 60])
 async def test_killed_at_any_moment_a_conversation_ends_with_one_turn_per_question(
     victim: Victim, codec: Codec, delay_ms: int
 ) -> None:

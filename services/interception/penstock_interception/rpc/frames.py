@@ -79,6 +79,8 @@ def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.Interc
         yield pb.InterceptResponse(rollouts_closed=pb.RolloutsClosed(rollout_ids=box.closed))
     frame, size = pb.Calls(), 0
     for call in box.calls:
+        if call.plan is None:
+            continue  # it ended while an earlier frame went out
         item = writer.call(call, view)
         if size and size + item.ByteSize() > FRAME_BYTES:
             yield pb.InterceptResponse(calls=frame)

@@ -115,6 +115,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             request_id=request.request_id,
             policy_version=request.policy_version if request.HasField("policy_version") else None,
         )
+        await self._turns.store.settled()
         view = _view(request.view)
         return pb.LeaseCallsResponse(calls=[self._writer.call(call, view) for call in calls])
 
@@ -199,6 +200,9 @@ class _Stream:
         session = self.session
         while True:
             box = session.drain()
+            if box.calls:
+                # A call that a trainer has seen is one that a restart still knows.
+                await self._turns.store.settled()
             replies, self._replies = self._replies, []
             for frame in (*frames_of(box, writer, session.view), *replies):
                 yield frame
