@@ -1,1 +1,1 @@
-"""What Penstock costs, measured; `python -m benchmarks` or `make bench`. docs/benchmarks.md says what the figures mean."""
+"""What Penstock costs, measured: `python -m benchmarks` or `make bench`; docs/benchmarks.md says what it means."""

@@ -6,14 +6,14 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 from benchmarks import gate, report, rollouts, sandboxes, tokens
 
-BENCHMARKS: Final[Mapping[str, Callable[[Path], Awaitable[list[report.Section]]]]] = {
+BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "sandboxes": sandboxes.measure,
     "rollouts": rollouts.measure,
     "gate": gate.measure,

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 import orjson
@@ -46,9 +46,9 @@ async def measure(place: Path) -> list[Section]:
     async with http_server("--constant") as (port, pid):
         doors = [Door(f"127.0.0.1:{port}", "/v1/chat/completions", "none") for _ in conversations]
         await _talk(doors[:CONNECTIONS], conversations[:CONNECTIONS])
-        before = processes.cpu(pid).own
+        floor_from = processes.cpu(pid).own
         times, elapsed = await _talk(doors, conversations)
-        floor = 1e3 * (processes.cpu(pid).own - before) / len(times)
+        floor = 1e3 * (processes.cpu(pid).own - floor_from) / len(times)
         floor_rate = len(times) / elapsed
     async with world.scripted(place) as running:
         async with Gate(running) as gate, running.ps.intercept(credits=1024) as session:
@@ -82,8 +82,9 @@ async def _held(running: world.World, *, streaming: bool) -> list[Row]:
         before = processes.resident_bytes(pid)
         body = {**_conversation("held")[0], "stream": streaming}
         calls = [asyncio.create_task(door.hold(body)) for door in doors]
-        while await gate.waiting() < HELD:
-            await asyncio.sleep(0.5)
+        async with asyncio.timeout(120):
+            while await gate.waiting() < HELD:  # noqa: ASYNC110 - another process takes them in
+                await asyncio.sleep(0.5)
         await asyncio.sleep(2)  # streams have had their status by now
         kept = (processes.resident_bytes(pid) - before) / HELD
         idle_from = processes.cpu(pid).own
@@ -201,7 +202,7 @@ class Gate:
         self._stub = rollout_gate_service_pb2_grpc.RolloutGateServiceStub(self._service.channel)
         self._ids: list[str] = []
 
-    async def __aenter__(self) -> Gate:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -23,9 +23,9 @@ from benchmarks import processes, world
 from benchmarks.report import Row, Section
 from penstock.client import Command, GroupHandle, InterceptSession, ModelCall, RewardFrom, RolloutResult, Task, Verifier
 
-LEVELS: Final = {1: 12, 8: 64, 32: 96, 64: 128}
+LEVELS: Final = {1: 8, 8: 32, 32: 64, 64: 64}
 """Rollouts by how many run at once."""
-STEPS: Final = 4
+STEPS: Final = 3
 """Steps of 8 groups of 8, of which the best and the middle one are told."""
 INSTRUCTION: Final = "Copy the word in note.txt to out.txt"
 CHECK: Final = f'test "$(cat out.txt)" = {world.NOTE}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +24,9 @@ async def measure(place: Path) -> list[Section]:
     """Create, run, write, fork and delete."""
     async with world.scripted(place) as running:
         ps = running.ps
-        made, deleted, executed = [], [], []
+        made: list[float] = []
+        deleted: list[float] = []
+        executed: list[float] = []
         before = running.cpu_s()
         for _ in range(CREATES):
             sandbox = await _timed(made, ps.sandboxes.create)
@@ -38,7 +41,7 @@ async def measure(place: Path) -> list[Section]:
             await sandbox.run(["/bin/true"])
             before = running.cpu_s()
             for _ in range(RUNS):
-                await _timed(executed, lambda: sandbox.run(["/bin/true"]))
+                await _timed(executed, partial(sandbox.run, ["/bin/true"]))
         used = _difference(running.cpu_s(), before)
         rows += _pair("Run /bin/true", executed, f"{RUNS} in turn in one sandbox")
         rows += [Row("Run /bin/true, CPU", 1e3 * used / RUNS, "ms", "service, door, the command")]
@@ -62,7 +65,7 @@ async def _forks(running: world.World) -> list[Row]:
                 request = pb.ForkSandboxesRequest(
                     request_id=secrets.token_hex(8), snapshot_id=snapshot, count=count, spec=child
                 )
-                await _timed(times, lambda request=request: service.collect(stub.ForkSandboxes, request))
+                await _timed(times, partial(service.collect, stub.ForkSandboxes, request))
                 gone = pb.DeleteSandboxesRequest(labels={"bench": "fork"})
                 await service.call(stub.DeleteSandboxes, gone, timeout=60)
             rows.append(Row(f"fork {count} from a snapshot, p50", 1e3 * percentile(times, 0.5), "ms"))

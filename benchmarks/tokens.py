@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +30,7 @@ async def measure(place: Path) -> list[Section]:
         rows = await _engine(running)
     return [
         Section(f"Prompt of one more turn, in a conversation of up to {TURNS} turns", _turns()),
-        Section(f"Embedded engine: demo-size model, {PROMPT_TOKENS} prompt and {NEW_TOKENS} new tokens", rows),
+        Section(f"Embedded engine: demo-size model, {PROMPT_TOKENS} prompt and at most {NEW_TOKENS} new tokens", rows),
     ]
 
 
@@ -43,9 +44,9 @@ def _turns() -> list[Row]:
         answer = Message.assistant("", call)
         result = Message.tool(call.id, f"{index} files, and a line of output as a command makes it")
         history.append(answer)
-        _timed(incremental, lambda result=result: codec.continuation(history, [result], last_id=codec.end_of_turn_id))
+        _timed(incremental, partial(codec.continuation, history, [result], last_id=codec.end_of_turn_id))
         history.append(result)
-        _timed(whole, lambda: codec.render(history))
+        _timed(whole, partial(codec.render, history))
     late = slice(-10, None)
     return [
         Row("only what is new, first 10 turns", 1e3 * percentile(incremental[:10], 0.5), "ms", "CPU, p50"),
@@ -63,7 +64,7 @@ def _timed(times: list[float], work: Callable[[], object]) -> None:
 
 async def _engine(running: world.World) -> list[Row]:
     rows = []
-    sampling = Sampling(temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    sampling = Sampling(temperature=1.0, max_tokens=NEW_TOKENS)
     random = np.random.default_rng(0)
 
     async def generate() -> int:
@@ -74,8 +75,11 @@ async def _engine(running: world.World) -> list[Row]:
     for at_once, count in AT_ONCE.items():
         left = iter(range(count))
 
-        async def worker(left: object = left) -> int:
-            return sum([await generate() for _ in left])  # type: ignore[attr-defined]
+        async def worker(left: Iterator[int] = left) -> int:
+            count = 0
+            for _ in left:
+                count += await generate()
+            return count
 
         before = running.cpu_s()["inference"]
         began = time.perf_counter()

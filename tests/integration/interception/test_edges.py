@@ -297,3 +297,8 @@ async def test_the_watch_tells_each_change_in_order_and_resumes(service: Any) ->
         trajectory_pb2.CALL_STATE_DELIVERED,
     ]
     assert last == "closed"
+
+    watching.ended_only = True
+    events = [event async for event in service.gate.WatchCalls(watching)]
+    assert [event.WhichOneof("event") for event in events] == ["started", "changed", "closed"]
+    assert events[1].changed.call.state == trajectory_pb2.CALL_STATE_DELIVERED

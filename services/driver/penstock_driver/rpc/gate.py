@@ -97,7 +97,7 @@ class GrpcGate:
 
     async def calls(self, labels: Mapping[str, str]) -> AsyncIterator[CallEnded]:
         """See ports.Gate. A broken stream is resumed; what the gate has forgotten meanwhile is not told."""
-        request = rollout_gate_service_pb2.WatchCallsRequest(labels=labels)
+        request = rollout_gate_service_pb2.WatchCallsRequest(labels=labels, ended_only=True)
         delay = _RETRY_FIRST_S
         while True:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Final
 
@@ -50,9 +51,8 @@ def duration_to_seconds(duration: Duration) -> float:
 
 def timestamp(seconds: float) -> Timestamp:
     """Seconds since the epoch as a Timestamp."""
-    value = Timestamp()
-    value.FromNanoseconds(int(seconds * 1e9))
-    return value
+    whole = math.floor(seconds)
+    return Timestamp(seconds=whole, nanos=int((seconds - whole) * 1e9))
 
 
 def struct_to_dict(struct: Struct) -> dict[str, JsonValue]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -113,16 +113,14 @@ _SAMPLING = (
 
 def timestamp(seconds: float) -> Timestamp:
     """Seconds since 1970."""
-    value = Timestamp()
-    value.FromDatetime(datetime.fromtimestamp(seconds, UTC))
-    return value
+    whole = math.floor(seconds)
+    return Timestamp(seconds=whole, nanos=int((seconds - whole) * 1e9))
 
 
 def duration(seconds: float) -> Duration:
     """Seconds."""
-    value = Duration()
-    value.FromNanoseconds(int(seconds * 1e9))
-    return value
+    whole = math.floor(seconds)
+    return Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
 
 
 def seconds(value: Duration) -> float:

@@ -140,6 +140,8 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
                 opening = change.rollout.opening
                 if (watched and opening.rollout_id not in watched) or not labels.issubset(opening.labels):
                     continue
+                if request.ended_only and isinstance(change, CallChange) and not change.state.terminal:
+                    continue
                 yield _change_to(change)
                 if len(watched) == 1 and not isinstance(change, CallChange):
                     return

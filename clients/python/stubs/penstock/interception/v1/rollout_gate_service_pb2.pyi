@@ -648,8 +648,11 @@ class WatchCallsRequest(_message.Message):
     ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    ENDED_ONLY_FIELD_NUMBER: _builtins.int
     after_sequence: _builtins.int
     """Events after this one; unset = from now on."""
+    ended_only: _builtins.bool
+    """Of calls, only changes into a terminal state: one event a call."""
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Watched rollouts; empty = all."""
@@ -662,10 +665,11 @@ class WatchCallsRequest(_message.Message):
         rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         after_sequence: _builtins.int | None = ...,
+        ended_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence", "labels", b"labels", "rollout_ids", b"rollout_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence", "after_sequence", b"after_sequence", "ended_only", b"ended_only", "labels", b"labels", "rollout_ids", b"rollout_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_sequence: _TypeAlias = _typing.Literal["after_sequence"]  # noqa: Y015
     _WhichOneofArgType__after_sequence: _TypeAlias = _typing.Literal["_after_sequence", b"_after_sequence"]  # noqa: Y015
