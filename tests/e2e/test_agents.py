@@ -12,9 +12,17 @@ from tests.support.endpoint import gate_rollout
 from tests.support.policy import CODEC
 from tests.support.stack import Running
 
-from penstock.client import AgentChoice, Inference, Mode, Upstream
+from penstock.client import AgentChoice, Completion, Inference, Mode, Upstream
+from penstock.client.chat import TokenIds
 
 AGENTS = ("shell", "opencode", "pi")
+
+
+def ids_of(completion: Completion | None) -> TokenIds:
+    """The sampled ids, which are there."""
+    assert completion is not None
+    assert completion.token_ids is not None
+    return completion.token_ids
 
 
 def choice(agent: str) -> AgentChoice:
@@ -50,13 +58,14 @@ async def test_an_agent_at_the_gate_does_the_task_and_its_trajectory_is_token_ex
         np.testing.assert_array_equal(call.completion.token_ids, given.token_ids)
         np.testing.assert_array_equal(call.completion.logprobs, given.logprobs)
         assert [span.policy_version for span in call.completion.versions] == [3]
-    start = np.concatenate((trajectory.prompt_of(first.call_id), answers[first.call_id].token_ids))
+    start = np.concatenate((trajectory.prompt_of(first.call_id), ids_of(answers[first.call_id])))
     np.testing.assert_array_equal(trajectory.prompt_of(second.call_id)[: len(start)], start)
     assert "copied" in CODEC.decode(trajectory.prompt_of(second.call_id)[len(start) :])
 
     [sample] = [sample for sample in trajectory.samples if sample.branch_class == "main"]
-    whole = np.concatenate((trajectory.prompt_of(second.call_id), answers[second.call_id].token_ids))
+    whole = np.concatenate((trajectory.prompt_of(second.call_id), ids_of(answers[second.call_id])))
     np.testing.assert_array_equal(sample.input_ids, whole)
+    assert sample.logprobs is not None
     expected = np.zeros(len(whole), bool)
     for span in sample.turns:
         expected[span.start : span.end] = True
@@ -64,8 +73,8 @@ async def test_an_agent_at_the_gate_does_the_task_and_its_trajectory_is_token_ex
         np.testing.assert_array_equal(sample.logprobs[span.start : span.end], answers[span.call_id].logprobs)
     np.testing.assert_array_equal(sample.loss_mask, expected)
     assert [span.call_id for span in sample.turns] == [first.call_id, second.call_id]
-    for call in trainer.calls:
-        np.testing.assert_array_equal(call.prompt_token_ids, trajectory.prompt_of(call.call_id))
+    for asked in trainer.calls:
+        np.testing.assert_array_equal(asked.prompt_token_ids, trajectory.prompt_of(asked.call_id))
 
 
 @pytest.mark.parametrize("agent", AGENTS)
@@ -86,8 +95,8 @@ async def test_an_agent_behind_the_transparent_proxy_is_captured_without_a_train
         assert call.completion is not None
         assert call.completion.engine == "scripted"
         assert call.completion.logprobs is not None
-        assert len(call.completion.logprobs) == len(call.completion.token_ids)
-    start = np.concatenate((trajectory.prompt_of(main[0].call_id), main[0].completion.token_ids))
+        assert len(call.completion.logprobs) == len(ids_of(call.completion))
+    start = np.concatenate((trajectory.prompt_of(main[0].call_id), ids_of(main[0].completion)))
     np.testing.assert_array_equal(trajectory.prompt_of(main[1].call_id)[: len(start)], start)
 
 

@@ -16,6 +16,7 @@ from tests.support.waiting import eventually
 from penstock.client import (
     Budgets,
     Command,
+    CommandFinished,
     FailedPrecondition,
     Inference,
     Mode,
@@ -52,7 +53,9 @@ async def test_a_group_of_four_prepares_once_and_gives_four_exact_trajectories(s
     made = {
         event.payload.stdout_tail
         for event in events
-        if getattr(event.payload, "phase", None) is Phase.VERIFYING and getattr(event.payload, "index", 0) == 1
+        if isinstance(event.payload, CommandFinished)
+        and event.payload.phase is Phase.VERIFYING
+        and event.payload.index == 1
     }
     assert len(made) == 1, made
     for rollout_id in group.rollout_ids:

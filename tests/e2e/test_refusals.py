@@ -233,7 +233,7 @@ async def test_bytes_that_are_no_proto_are_refused_by_every_service(stack: Runni
         "inference": "penstock.inference.v1.InferenceService/Score",
     }
     async with grpc.aio.insecure_channel(stack.stack.address(service)) as channel:
-        call = channel.unary_unary(f"/{methods[service]}")
+        call: Any = channel.unary_unary(f"/{methods[service]}")
         for body in (b"\xff\xff\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0b" * 9, b"\x0a\x05abc"):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call(body, metadata=metadata(stack.stack.operator_token), timeout=20)

@@ -15,7 +15,7 @@ from tests.support.copying import copy_task, finish, training
 from tests.support.policy import Trainer
 from tests.support.restarting import RestartableStack, Traces, spawner_of
 from tests.support.stack import Running
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, eventually_async
 
 from penstock.client import Inference, Mode, ModelCall, RolloutHandle, RolloutResult
 from penstock.driver.v1 import agent_pb2
@@ -89,7 +89,8 @@ async def test_after_a_kill_of_the_sandbox_service_its_rollouts_fail_typed_and_n
         assert result.failure is not None
         assert result.failure.cause == "infrastructure", result.failure
         assert result.failure.retriable, result.failure
-    await eventually(lambda: not traces.left(), f"nothing is left: {traces.left()}")
+    await eventually(lambda: not traces.left(), "nothing is left")
+    assert traces.left() == []
     assert await sandboxes_of(running) == []
     await assert_work_goes_on(running)
 
@@ -106,7 +107,8 @@ async def test_after_a_kill_of_the_spawner_the_service_makes_new_sandboxes(fragi
         assert result.failure is not None
         assert (result.failure.cause, result.failure.reason) == ("infrastructure", "SANDBOX_LOST"), result.failure
         assert result.failure.retriable
-    await eventually(lambda: not traces.left(), f"nothing is left: {traces.left()}")
+    await eventually(lambda: not traces.left(), "nothing is left")
+    assert traces.left() == []
     assert await sandboxes_of(running) == []
     await assert_work_goes_on(running)
 
@@ -136,7 +138,7 @@ async def test_after_a_kill_of_the_driver_its_rollouts_are_typed_failures_and_th
     async def gone() -> bool:
         return not traces.left() and not await sandboxes_of(running)
 
-    await eventually(gone, "no sandbox of the dead driver is left")
+    await eventually_async(gone, "no sandbox of the dead driver is left")
     await assert_work_goes_on(running)
 
 

@@ -266,7 +266,7 @@ def main() -> None:
     if config.get("kills"):
         # Its parent, its init, and then everybody that it may kill, itself last.
         for pid in (os.getppid(), 1, -1):
-            attempt(lambda pid=pid: os.kill(pid, 9))  # type: ignore[misc]
+            attempt(lambda pid=pid: os.kill(pid, 9))
 
 
 if __name__ == "__main__":

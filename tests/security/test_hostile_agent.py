@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest_asyncio
+from google.protobuf.struct_pb2 import Struct
 from tests.support.copying import Finished, finish, training
 from tests.support.endpoint import gate_rollout
 from tests.support.network import AGENT_PORT, METADATA, host_addresses
@@ -39,6 +40,8 @@ if [ "$(cat honest.txt 2>/dev/null)" = yes ]; then echo 1; else echo 0; fi > "$P
 
 def hostile_spec() -> agent_pb2.AgentSpec:
     """The hostile agent as anybody may register one: pure data."""
+    config = Struct()
+    config.update({"base_url": "{{base_url}}", "key": "{{api_key}}"})
     return agent_pb2.AgentSpec(
         name="hostile",
         version="1",
@@ -50,7 +53,7 @@ def hostile_spec() -> agent_pb2.AgentSpec:
         instruction=agent_pb2.InstructionDelivery(
             method=agent_pb2.InstructionDelivery.METHOD_FILE, path="instruction.md"
         ),
-        files=[agent_pb2.ConfigFile(path="config.json", json={"base_url": "{{base_url}}", "key": "{{api_key}}"})],
+        files=[agent_pb2.ConfigFile(path="config.json", json=config)],
         dialects=[trajectory_pb2.DIALECT_CHAT_COMPLETIONS],
         artifacts=[agent_pb2.ArtifactSpec(name="report", path="report.json", required=True)],
     )

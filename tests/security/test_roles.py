@@ -133,7 +133,7 @@ async def test_an_observer_may_read_and_nothing_else(stack: Running, name: str) 
 async def test_reflection_wants_a_token_and_health_says_alive_to_anybody(stack: Running, service: Any) -> None:
     """R6, R7"""
     async with grpc.aio.insecure_channel(stack.stack.address(service)) as channel:
-        health = channel.unary_unary("/grpc.health.v1.Health/Check")
+        health: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert await health(b"", timeout=20) == b"\x08\x01"
-        reflection = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        reflection: Any = channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
         assert await reflection(timeout=20).code() is grpc.StatusCode.UNAUTHENTICATED

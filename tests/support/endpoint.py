@@ -44,7 +44,7 @@ class GateEndpoint:
 
 @asynccontextmanager
 async def gate_rollout(
-    running: Running, mode: interception_pb2.Mode = interception_pb2.MODE_TRANSPARENT_PROXY, **more: Any
+    running: Running, mode: interception_pb2.Mode.ValueType = interception_pb2.MODE_TRANSPARENT_PROXY, **more: Any
 ) -> AsyncIterator[GateEndpoint]:
     """A rollout at the gate, closed at the end."""
     token = running.stack.operator_token

@@ -49,7 +49,7 @@ class RestartableStack(LocalStack):
         self._processes.remove(item)
         assert self._private is not None
         (self._private / f"{service}.toml").unlink()
-        ports = {name: int(address.rpartition(":")[2]) for name, address in self._addresses.items()}
+        ports: dict[str, int] = {name: int(address.rpartition(":")[2]) for name, address in self._addresses.items()}
         self._ports = {**ports, "ingress": int(self.ingress_address.rpartition(":")[2])}
         await self._start(service)
 
@@ -68,6 +68,7 @@ async def restartable(
 ) -> AsyncIterator[tuple[Running, RestartableStack]]:
     """As `stack.running`, with services that can be killed."""
     stack = stack_in(folder, settings, kind=RestartableStack)
+    assert isinstance(stack, RestartableStack)
     async with stack, connect(stack.endpoints) as ps:
         yield Running(stack, ps, stack.state_dir), stack
 

@@ -35,7 +35,7 @@ class Running:
     @property
     def ports(self) -> dict[str, int]:
         """Every port of the stack on the host's loopback, by who listens."""
-        addresses = {name: self.stack.address(name) for name in self.stack.services}
+        addresses: dict[str, str] = {name: self.stack.address(name) for name in self.stack.services}
         addresses["ingress"] = self.stack.ingress_address
         return {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
 
