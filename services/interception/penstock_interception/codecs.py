@@ -27,6 +27,9 @@ class CodecCache:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._pool = pool
         self._loading: dict[Key, asyncio.Task[Codec]] = {}
+        self.fetching = asyncio.Lock()
+        """Held by whoever fetches files that are not here: the many rollouts of a first step fetch them once."""
+        self._keeping = asyncio.Lock()
 
     def known(self, tokenizer_sha256: str, template_sha256: str) -> bool:
         """Whether the files are here."""
@@ -35,8 +38,9 @@ class CodecCache:
     async def from_files(self, files: TokenizerFiles, parser: str) -> Codec:
         """The codec of these files, which are kept. Raises CodecError."""
         path = self._path(files.tokenizer_sha256, files.template_sha256)
-        if not path.is_dir():
-            await asyncio.get_running_loop().run_in_executor(self._pool, _keep, files, path)
+        async with self._keeping:
+            if not path.is_dir():
+                await asyncio.get_running_loop().run_in_executor(self._pool, _keep, files, path)
         return await self._load((files.tokenizer_sha256, files.template_sha256, parser))
 
     async def from_named(self, named: Mapping[str, bytes], parser: str) -> Codec:

@@ -146,7 +146,7 @@ class Stream:
     async def until(self, kind: str) -> pb.InterceptResponse:
         while True:
             frame: pb.InterceptResponse = await self._stream.read()
-            assert frame, "the stream ended"
+            assert isinstance(frame, pb.InterceptResponse), "the stream ended"
             if frame.WhichOneof("frame") == kind:
                 return frame
 
@@ -164,7 +164,7 @@ async def trainer(victim: Victim) -> AsyncIterator[Stream]:
 
 
 def result(call: pb.ModelCall, codec: Codec, text: str) -> pb.CallResult:
-    ids = np.append(codec.encode(text), codec.end_of_turn_id).astype("<i4")
+    ids = np.asarray([*codec.encode(text), codec.end_of_turn_id], "<i4")
     span = completion_pb2.TokenSpan(
         token_ids=ids.tobytes(),
         count=ids.size,

@@ -93,7 +93,7 @@ class Trainer:
 
     def completion(self, text: str, **options: Any) -> completion_pb2.Completion:
         """Tokens for a text, ended as the model ends a turn."""
-        ids = np.append(self.codec.encode(text), self.codec.end_of_turn_id).astype("<i4")
+        ids = np.asarray([*self.codec.encode(text), self.codec.end_of_turn_id], "<i4")
         return tokens_completion(ids, **options)
 
     def result(self, call: intercept.ModelCall, text: str, **options: Any) -> intercept.CallResult:

@@ -16,7 +16,7 @@ TOOL = {
     "function": {"name": "bash", "description": "Run.", "parameters": {"type": "object", "properties": {}}},
 }
 CALL = '<tool_call>\n{"name": "bash",  "arguments": {"command": "ls"}}\n</tool_call>'
-ASK = [{"role": "user", "content": "list the files"}]
+ASK: Any = [{"role": "user", "content": "list the files"}]
 
 
 async def test_a_call_waits_at_the_gate_and_the_sdk_gets_what_the_trainer_delivered(service: Any) -> None:

@@ -80,7 +80,7 @@ async def test_closed_rollouts_leave_memory_and_come_back_from_disk(start: Any) 
     """R23, R87: what was captured is on disk; a capture of a rollout that is not in memory is the same."""
     service = await start(closed_kept=1)
     trainer = await service.trainer()
-    captured = []
+    captured, call = [], None
     tool = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
     for number in range(3):
         rollout = await service.open(f"r{number}")
@@ -92,6 +92,7 @@ async def test_closed_rollouts_leave_memory_and_come_back_from_disk(start: Any) 
     assert [r.shelved for r in service.turns.gate.rollouts()] == [True, True, False]
     for number in range(3):
         assert await service.capture(f"r{number}") == captured[number]
+    assert call is not None
     late = await trainer.deliver(trainer.result(call, "answer 2"))
     assert list(late.accepted_call_ids) == [call.call_id]
 

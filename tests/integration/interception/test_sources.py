@@ -131,6 +131,13 @@ async def test_a_trainer_delegates_a_call_to_the_inference_service(start: Any, i
     assert taken.sampling_requested.temperature == 0.25
 
 
+async def test_the_first_rollouts_of_a_fresh_service_may_all_open_at_once(start: Any, inference: Any) -> None:
+    """R22: they share the fetching of a tokenizer that is not here yet."""
+    service = await start(inference_address=await inference({"strict": False, "turns": [{"reply": "hello"}]}))
+    opened = await asyncio.gather(*(service.open(source=DEFAULT_INFERENCE) for _ in range(48)))
+    assert len({rollout.rollout_id for rollout in opened}) == 48
+
+
 async def test_a_service_that_is_down_is_an_error_when_the_rollout_is_opened(start: Any) -> None:
     """R27: UNAVAILABLE with a reason at OpenRollout, not a refused connection in an agent's log."""
     service = await start(inference_address="127.0.0.1:9")

@@ -188,7 +188,7 @@ async def test_a_completion_that_breaks_a_rule_is_rejected_alone_and_the_call_st
     """R83: equal lengths, ids in the vocabulary, logprobs finite and <= 0; the item fails, the stream goes on."""
     import numpy as np
 
-    from penstock.chat.v1 import completion_pb2
+    from penstock.chat.v1 import chat_pb2, completion_pb2
 
     rollout, trainer = await service.open(), await service.trainer()
     task = asking(rollout)
@@ -196,11 +196,16 @@ async def test_a_completion_that_breaks_a_rule_is_rejected_alone_and_the_call_st
     ids = np.asarray(change.get("ids", [20]), "<i4")
     logprobs = np.asarray(change.get("logprobs", [-0.5]), "<f4")
     span = completion_pb2.TokenSpan(
-        token_ids=ids.tobytes(), count=change.get("count", 1), logprobs=logprobs.tobytes(), logprobs_mode=2
+        token_ids=ids.tobytes(),
+        count=change.get("count", 1),
+        logprobs=logprobs.tobytes(),
+        logprobs_mode=completion_pb2.LogprobsMode.LOGPROBS_MODE_PROCESSED,
     )
-    bad = completion_pb2.Completion(span=span, finish_reason=change.get("finish", 1))
+    bad = completion_pb2.Completion(
+        span=span, finish_reason=change.get("finish", chat_pb2.FinishReason.FINISH_REASON_STOP)
+    )
     if change.get("empty"):
-        bad = completion_pb2.Completion(finish_reason=1)
+        bad = completion_pb2.Completion(finish_reason=chat_pb2.FinishReason.FINISH_REASON_STOP)
     result = pb.CallResult(call_id=call.call_id, lease_id=call.lease_id, completion=bad)
     acknowledged = await trainer.deliver(result)
     assert [r.reason for r in acknowledged.rejected] == [pb.ResultRejected.REASON_INVALID]

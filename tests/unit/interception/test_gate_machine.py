@@ -71,7 +71,7 @@ def tiny_codec() -> Codec:
 def completion(text: str) -> Completion:
     """Tokens as an engine would sample them."""
     codec = tiny_codec()
-    ids = np.append(codec.encode(text), codec.end_of_turn_id).astype(np.int32)
+    ids = np.asarray([*codec.encode(text), codec.end_of_turn_id], np.int32)
     logprobs = np.full(ids.size, -0.5, np.float32)
     return Completion(Tokens(ids, logprobs, LogprobsMode.PROCESSED), finish_reason=FinishReason.STOP)
 

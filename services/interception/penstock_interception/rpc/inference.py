@@ -44,13 +44,14 @@ class InferenceSource(ModelSource):
                 vocabulary_size=info.vocabulary_size or None,
                 max_context_tokens=info.max_context_tokens or None,
             )
-            if self._codecs.known(facts.tokenizer_sha256, facts.template_sha256):
-                codec = await self._codecs.of(facts)
-            else:
+            if self._known(facts):
+                return Resolved(facts, await self._codecs.of(facts))
+            async with self._codecs.fetching:
+                if self._known(facts):
+                    return Resolved(facts, await self._codecs.of(facts))
                 codec = await self._codecs.from_named(await self._files(), facts.parser)
-                facts = replace(
-                    facts, tokenizer_sha256=codec.files.tokenizer_sha256, template_sha256=codec.files.template_sha256
-                )
+            files = codec.files
+            facts = replace(facts, tokenizer_sha256=files.tokenizer_sha256, template_sha256=files.template_sha256)
         except grpc.aio.AioRpcError as error:
             told = error_from_rpc(error)
             raise Unavailable(
@@ -83,6 +84,9 @@ class InferenceSource(ModelSource):
         except PenstockError as error:
             raise SourceError(error.reason, error.message) from error
         raise SourceError("GENERATION_UNFINISHED")
+
+    def _known(self, facts: ModelFacts) -> bool:
+        return self._codecs.known(facts.tokenizer_sha256, facts.template_sha256)
 
     async def _files(self) -> dict[str, bytes]:
         """The tokenizer's files, checked against their digests."""
