@@ -110,7 +110,7 @@ async def test_a_rollout_that_fails_is_exit_code_1_and_a_refused_one_is_4(
     assert code == 4 and "shell" in err and "Traceback" not in err
     failing.write_text("instruction: x\nsteup: []\n")
     code, _, err = await penstock("rollout", "--agent", "shell", "--task", str(failing), environment=connection)
-    assert code == 4 and "steup: no such key" in err
+    assert code == 2 and "steup: no such key" in err
 
 
 async def test_services_that_are_not_there_are_exit_code_3_and_the_error_says_how_to_start_them() -> None:
@@ -213,6 +213,36 @@ async def test_up_keeps_services_running_until_it_is_told_to_stop(tmp_path: Path
     assert not connection.exists()
 
 
+async def test_a_rollout_told_to_end_takes_its_services_and_their_secrets_along(tmp_path: Path) -> None:
+    """R70, R1: SIGTERM is as an interrupt; no file with a token stays."""
+    slow = tmp_path / "slow.yaml"
+    slow.write_text("instruction: x\nsetup: [sleep 600]\n")
+    state = tmp_path / "state"
+    process = await start(
+        "rollout", "--agent", "shell", "--task", str(slow), "--json", "--mode", "black_box", "--upstream",
+        "http://127.0.0.1:1/v1", "--model", "m", "--state-dir", str(state), cwd=tmp_path,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    async for line in process.stderr:
+        if b"services of this command's own" in line:
+            break
+    assert (state / "private").is_dir()
+    process.send_signal(signal.SIGTERM)
+    _, err = await process.communicate()
+    assert process.returncode == 143, err
+    assert not (state / "private").exists()
+
+
+async def test_a_taken_port_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+    """The service's own words, not its traceback."""
+    holder = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 7703)
+    async with holder:
+        code, _, err = await penstock("up", "--state-dir", str(tmp_path / "state"))
+    assert code == 3, err
+    assert "127.0.0.1:7703 cannot be listened on" in err and "--free-ports" in err
+    assert "Traceback" not in err and len(err.strip().splitlines()) == 1
+
+
 async def test_agents_are_listed_shown_checked_and_registered(connection: dict[str, str], tmp_path: Path) -> None:
     """R66: the list is the registry's; adding an agent is adding one YAML file."""
     code, out, err = await penstock("agents", "show", "shell", environment=connection)
@@ -237,7 +267,7 @@ default_timeout_s: 30
     assert code == 0 and "registered mine 1" in out, (out, err)
     spec.write_text("name: mine\nargs: []\n")
     code, _, err = await penstock("agents", "register", str(spec), environment=connection)
-    assert code == 4 and "args: no such key" in err
+    assert code == 2 and "args: no such key" in err
 
 
 async def test_export_writes_a_file(connection: dict[str, str], task_file: Path, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ async def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
 async def test_one_stack_at_a_time_uses_a_state_directory(tmp_path: Path) -> None:
     """Two would take each other's sandboxes for leftovers."""
     async with LocalStack(state_dir=tmp_path):
-        with pytest.raises(ConfigurationError, match="Other services use"):
+        with pytest.raises(ConfigurationError, match="--state-dir DIR"):
             async with LocalStack(state_dir=tmp_path):
                 raise AssertionError("two stacks on one state")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 
+from penstock.chat.v1 import completion_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as pb
 from penstock_interception.calls import Call, CallState, Mode, Rollout, RolloutState
 from penstock_interception.capture import Capture, CaptureLevel, Finding, Grade, Severity, level_of
+from penstock_interception.completions import Completion
 from penstock_interception.conversation import Conversation
 from penstock_interception.graph import Branch, CallClass, Sample
 from penstock_interception.rpc import convert
@@ -48,7 +51,7 @@ def call_to(
     conversation: Conversation | None = None,
     body: bytes = b"",
 ) -> pb.Call:
-    """A call. Tokens are in it when its conversation is given; `state` overrides what it is now."""
+    """A call. Tokens are in it when its conversation is given, else their counts; `state` overrides what it is now."""
     arrival, prompt = call.arrival, call.prompt
     message = pb.Call(
         call_id=call.id,
@@ -92,6 +95,18 @@ def call_to(
             message.prompt_suffix_token_ids = convert.ids_to(node.suffix)
         if call.completion is not None and call.state is CallState.DELIVERED:
             message.completion.CopyFrom(convert.completion_to(call.completion, call.message))
+    elif call.completion is not None and (state or call.state) is CallState.DELIVERED:
+        message.completion.CopyFrom(_summary_to(call.completion))
+    return message
+
+
+def _summary_to(completion: Completion) -> completion_pb2.Completion:
+    """A completion without its tokens and its message: how many there are, from which weights, and why it ended."""
+    message = convert.completion_to(replace(completion, tokens=None), None)
+    if (tokens := completion.tokens) is not None:
+        message.span.count = int(tokens.ids.size)
+        message.span.logprobs_mode = convert.mode_to(tokens.logprobs_mode)
+        message.span.versions.extend(convert.versions_to(tokens.versions))
     return message
 
 

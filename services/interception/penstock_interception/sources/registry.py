@@ -83,14 +83,14 @@ class Sources:
                 endpoint = self._upstreams.get(name)
                 if endpoint is None:
                     raise FailedPrecondition("No upstream of this name.", reason="UPSTREAM_UNKNOWN")
-                return UpstreamSource(self._http, endpoint.base_url, endpoint.api_key, model)
+                return UpstreamSource(self._http, endpoint.base_url, endpoint.api_key, model, shown=name)
             case CallerUpstream(base_url, model):
                 if not self._caller_endpoints:
                     raise FailedPrecondition(
                         "The operator allows configured upstreams only.", reason="UPSTREAM_NOT_ALLOWED"
                     )
                 check_url(base_url)
-                return UpstreamSource(self._http, base_url, caller_key or None, model)
+                return UpstreamSource(self._http, base_url, caller_key or None, model, shown=base_url)
 
     async def resolve(self, opening: Opening, source: ModelSource) -> Resolved:
         """Sees that the source answers, and what it serves. Raises PenstockError."""

@@ -39,12 +39,15 @@ _FINISH = {
 
 
 class UpstreamSource(ModelSource):
-    """One endpoint. The session is shared and owned by whoever made it."""
+    """One endpoint; `shown` is what its user calls it. The session is shared and owned by whoever made it."""
 
     answerer = Answerer.UPSTREAM
 
-    def __init__(self, http: aiohttp.ClientSession, base_url: str, api_key: str | None, model: str) -> None:
+    def __init__(
+        self, http: aiohttp.ClientSession, base_url: str, api_key: str | None, model: str, *, shown: str
+    ) -> None:
         self._http = http
+        self._shown = shown
         self.base_url = base_url.rstrip("/")
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._model = model
@@ -67,10 +70,16 @@ class UpstreamSource(ModelSource):
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             _log.warning("upstream unreachable", base_url=self.base_url, error=type(error).__name__)
             raise Unavailable(
-                "The upstream endpoint cannot be reached.", reason="UPSTREAM_UNREACHABLE", retry_after_s=5.0
+                f"The upstream {self._shown} cannot be reached from the interception service:"
+                " check the address and that its server runs.",
+                reason="UPSTREAM_UNREACHABLE",
+                retry_after_s=5.0,
             ) from error
         if status in (401, 403):
-            raise Unavailable("The upstream endpoint refuses its key.", reason="UPSTREAM_UNREACHABLE")
+            raise Unavailable(
+                f"The upstream {self._shown} refuses its key (HTTP {status}): check the key and whom it is for.",
+                reason="UPSTREAM_UNREACHABLE",
+            )
         return Resolved(ModelFacts(model=self._model or asked_model, tells_tokens=_tells_tokens(listed)), None)
 
     async def complete(self, call: Call) -> Completion:

@@ -9,8 +9,9 @@ from google.protobuf.json_format import MessageToDict
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.cli.console import FAILED, OK, out, quoted, run
+from penstock.cli.console import FAILED, OK, out, quoted, read, run
 from penstock.cli.services import services
+from penstock.client.agentfile import load_spec
 
 app = typer.Typer(help="List, show, check and register agents.", invoke_without_command=True, no_args_is_help=False)
 
@@ -87,7 +88,8 @@ async def _check(name: str, backend: str) -> int:
 
 
 async def _register(spec: Path) -> int:
+    given = read(load_spec, spec)
     async with services() as ps:
-        agent = await ps.agents.register(spec)
+        agent = await ps.agents.register(given)
     out.print(f"registered {escape(agent.name)} {escape(agent.version)}, spec {agent.spec_sha256}", soft_wrap=True)
     return OK

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import signal
 import sys
-from collections.abc import Coroutine
-from typing import Any, Final
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -26,7 +28,8 @@ INTERRUPTED: Final = 130
 
 EXIT_CODES: Final = (
     "Exit codes: 0 done; 1 done without success (a rollout failed, a check found something); 2 wrong usage;"
-    " 3 a service cannot be reached or started; 4 the request was refused; 130 interrupted."
+    " 3 a service cannot be reached or started; 4 the request was refused; 130 interrupted;"
+    " 143 ended by SIGTERM."
     " PENSTOCK_DEBUG=1 shows the whole of an error."
 )
 
@@ -35,14 +38,23 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 """Everything about it."""
 
+T = TypeVar("T")
+
 _UNREACHABLE = (errors.Unavailable, errors.SessionLost, errors.DeadlineExceeded, StackFailed)
 
 
 def run(work: Coroutine[Any, Any, int]) -> None:
-    """Runs a command to its exit code; an error becomes one line that says what to do."""
+    """Runs a command to its exit code; an error becomes one line that says what to do.
+
+    SIGTERM and SIGHUP cancel it as an interrupt does, so that what it started ends with it.
+    """
+    caught: list[int] = []
     try:
-        code = asyncio.run(work)
-    except KeyboardInterrupt:
+        code = asyncio.run(_cancelled_by_signals(work, caught))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        if caught:
+            err.print(f"ended by {signal.Signals(caught[0]).name}")
+            sys.exit(128 + caught[0])
         err.print("interrupted")
         sys.exit(INTERRUPTED)
     except errors.PenstockError as error:
@@ -53,9 +65,31 @@ def run(work: Coroutine[Any, Any, int]) -> None:
     sys.exit(code)
 
 
-def usage_error(message: str) -> None:
+async def _cancelled_by_signals(work: Coroutine[Any, Any, int], caught: list[int]) -> int:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def end(number: int) -> None:
+        caught.append(number)
+        if task is not None:
+            task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+            loop.add_signal_handler(number, end, number)
+    return await work
+
+
+def read(load: Callable[[Path], T], file: Path) -> T:
+    """A file that the command line names; one that cannot be used ends the program as wrong usage."""
+    try:
+        return load(file)
+    except errors.PenstockError as error:
+        usage_error(str(error))
+
+
+def usage_error(message: str) -> NoReturn:
     """Ends the program: the command line does not hold."""
-    err.print(f"[bold red]error[/]: {escape(message)}", soft_wrap=True)
+    err.print(f"[bold red]error[/]: {escape(clean(message))}", soft_wrap=True)
     sys.exit(USAGE)
 
 

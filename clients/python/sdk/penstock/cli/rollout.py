@@ -13,9 +13,9 @@ import typer
 from rich.markup import escape
 
 from penstock.cli import show
-from penstock.cli.console import FAILED, OK, err, out, quoted, run, usage_error
+from penstock.cli.console import FAILED, OK, err, out, quoted, read, run, usage_error
 from penstock.cli.services import services
-from penstock.cli.up import Engine, ModelDir, Script, StateDir, api_key, model_choice
+from penstock.cli.up import Engine, ModelDir, Script, StateDir, api_key, is_url, model_choice
 from penstock.client import (
     AgentChoice,
     ArtifactCollected,
@@ -39,6 +39,7 @@ from penstock.client import (
 from penstock.client.export import write_jsonl
 
 _CANCEL_S = 30.0
+_NO_MODEL = "there is no model to ask: give --model-dir DIR, or --upstream URL --model M"
 
 
 def rollout(
@@ -75,9 +76,14 @@ def rollout(
         usage_error("--model and --api-key-env belong to --upstream")
     key = api_key(api_key_env)
     choice = model_choice(model_dir, engine, script)
+    by_url = upstream is not None and is_url(upstream)
+    if upstream is not None and not by_url and any(mark in upstream for mark in ":/@ "):
+        usage_error("an upstream is a URL like http://host:port/v1, or a name that `up --upstream NAME=URL` set")
+    if by_url and not model:
+        usage_error("--upstream URL needs --model M: which of its models shall answer")
+    given = read(Task.load, task)
     options: RolloutOptions = {"mode": mode or (Mode.TRANSPARENT_PROXY if upstream else Mode.INTERCEPTION_GATE)}
     if upstream is not None:
-        by_url = "://" in upstream
         options["source"] = (
             Upstream(base_url=upstream, api_key=key, model=model) if by_url else Upstream(name=upstream, model=model)
         )
@@ -91,11 +97,16 @@ def rollout(
         options["run_id"] = run_id
     chosen = AgentChoice(name=agent, options=_options(option or []), skip_permissions=skip_permissions)
 
+    def before_start() -> None:
+        if upstream is None and not choice.given:
+            usage_error(_NO_MODEL)
+        if upstream is not None and not by_url:
+            usage_error(f"nobody knows the upstream {upstream}: start `penstock up --upstream {upstream}=URL` first")
+
     async def work() -> int:
-        given = Task.load(task)
-        async with services(choice, state_dir=state_dir) as ps:
+        async with services(choice, state_dir=state_dir, before_start=before_start) as ps:
             if upstream is None and not ps.endpoints.inference:
-                usage_error("there is no model to ask: give --model-dir DIR, or --upstream URL --model M")
+                usage_error(_NO_MODEL)
             return await _run(ps, given, chosen, n, options, save, as_json)
 
     run(work())

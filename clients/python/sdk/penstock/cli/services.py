@@ -1,7 +1,7 @@
 """Which services a command talks to: those that run, or its own for as long as it takes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,14 +42,23 @@ class ModelChoice:
 
 
 @asynccontextmanager
-async def services(choice: ModelChoice | None = None, *, state_dir: Path | None = None) -> AsyncIterator[Penstock]:
-    """A client of the services that run; if none do, or an engine is asked for, of a stack that lasts for the block."""
+async def services(
+    choice: ModelChoice | None = None,
+    *,
+    state_dir: Path | None = None,
+    before_start: Callable[[], None] = lambda: None,
+) -> AsyncIterator[Penstock]:
+    """A client of the services that run; if none do, or an engine is asked for, of a stack that lasts for the block.
+
+    `before_start` may end the program before a stack is started.
+    """
     choice = choice or ModelChoice()
     endpoints = resolve()
     if not choice.given and (endpoints.origin != "the defaults" or await _answers(endpoints)):
         async with connect(endpoints) as ps:
             yield ps
         return
+    before_start()
     why = "with its own engine" if choice.given else "since none run (`penstock up` keeps them running)"
     with err.status(f"starting services {why}"):
         stack = choice.stack({}, state_dir)

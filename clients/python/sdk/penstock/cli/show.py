@@ -70,10 +70,7 @@ def _agent(said: AgentEvent) -> RenderableType | None:
 
 
 def _call(call: Call) -> str:
-    tokens = len(call.completion) if call.completion is not None else 0
-    if not tokens and call.completion is not None and call.completion.usage is not None:
-        tokens = call.completion.usage.completion_tokens
-    return f"{call.index} ({call.call_class}): {call.prompt_count} + {tokens} tokens, {call.state}"
+    return f"{call.index} ({call.call_class}): {call.prompt_count} + {call.sampled_count} tokens, {call.state}"
 
 
 def outcome(result: Outcome) -> RenderableType:
@@ -113,7 +110,7 @@ def calls(trajectory: Trajectory) -> Table:
             call.call_class,
             str(call.prompt_count or ""),
             str(call.prompt_shared_count or ""),
-            str(_sampled(call) or ""),
+            str(call.sampled_count or ""),
             str(completion.finish_reason) if completion is not None else call.end_reason or call.state,
             "" if call.answerer == "unspecified" else call.answerer,
             "" if completion is None or completion.policy_version is None else str(completion.policy_version),
@@ -125,7 +122,7 @@ def calls(trajectory: Trajectory) -> Table:
 def totals(trajectory: Trajectory) -> str:
     """Tokens in all and how far they may be trusted."""
     prompt = sum(call.prompt_count for call in trajectory.calls)
-    sampled = sum(map(_sampled, trajectory.calls))
+    sampled = sum(call.sampled_count for call in trajectory.calls)
     trainable = sum(int(sample.loss_mask.sum()) for sample in trajectory.samples)
     return (
         f"{len(trajectory.calls)} calls, {prompt} prompt and {sampled} sampled tokens; {len(trajectory.samples)}"
@@ -149,10 +146,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
     return str(value)
-
-
-def _sampled(call: Call) -> int:
-    completion = call.completion
-    if completion is None:
-        return 0
-    return len(completion) or (completion.usage.completion_tokens if completion.usage is not None else 0)

@@ -7,15 +7,17 @@ import signal
 import sys
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
+import yaml
 from rich.markup import escape
 from rich.table import Table
 
 from penstock.cli.console import OK, err, out, run, usage_error
 from penstock.cli.services import ModelChoice
 from penstock.client.endpoints import SERVICES, write_connection
-from penstock.client.stack import FIXED_PORTS, UpstreamEndpoint
+from penstock.client.stack import FIXED_PORTS, StackFailed, UpstreamEndpoint
 
 ModelDir = Annotated[Path | None, typer.Option(help="Directory with config.json, model.safetensors, tokenizer.json.")]
 Engine = Annotated[str, typer.Option(help="Engine of the inference service: numpy, scripted, ...")]
@@ -36,7 +38,32 @@ def model_choice(
     for path, what in ((model_dir, "--model-dir"), (script, "--script")):
         if path is not None and not path.exists():
             usage_error(f"{what}: there is no {path}")
+    if model_dir is not None:
+        needed = ("tokenizer.json",) if engine == "scripted" else ("config.json", "tokenizer.json")
+        for name in needed:
+            if not (model_dir / name).is_file():
+                usage_error(f"--model-dir: {model_dir} has no {name}")
+    if script is not None:
+        _check_yaml(script)
     return ModelChoice(model_dir, engine, script, upstreams or {})
+
+
+def _check_yaml(script: Path) -> None:
+    try:
+        yaml.safe_load(script.read_bytes())
+    except OSError as error:
+        usage_error(f"--script: {script}: {error.strerror}")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        usage_error(f"--script: {script} is not YAML: {error}")
+
+
+def is_url(text: str) -> bool:
+    """Whether it is an http(s) address."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def api_key(variable: str | None) -> str:
@@ -69,6 +96,9 @@ def up(
         name: UpstreamEndpoint(url, api_key(keys.pop(name, None)))
         for name, url in (_pair(item, "--upstream") for item in upstream or [])
     }
+    for name, item in endpoints.items():
+        if not is_url(item.base_url):
+            usage_error(f"--upstream {name}: an upstream is a URL like http://host:port/v1")
     if keys:
         usage_error(f"--api-key-env: there is no --upstream {next(iter(keys))}=URL")
     choice = model_choice(model_dir, engine, script, endpoints)
@@ -92,7 +122,12 @@ async def _up(choice: ModelChoice, state_dir: Path | None, free_ports: bool) -> 
     connection = stack.state_dir / "connection.json"
     try:
         with err.status("starting"):
-            await stack.__aenter__()
+            try:
+                await stack.__aenter__()
+            except StackFailed as error:
+                if error.reason == "PORT_IN_USE" and not free_ports:
+                    raise StackFailed(f"{error} Or use --free-ports.", reason=error.reason) from None
+                raise
         try:
             write_connection(connection, stack.endpoints, pid=os.getpid())
             table = Table(box=None, pad_edge=False, header_style="dim")

@@ -17,7 +17,6 @@ import secrets
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,6 +45,9 @@ DRAIN_S: Final = 5.0
 
 _STOP_S: Final = DRAIN_S + 10.0
 _TAIL_LINES: Final = 20
+_TAIL_BYTES: Final = 16_384
+_REFUSED_TO_START: Final = 2
+"""Exit code of a service that said in one line on standard error why it cannot start."""
 
 FIXED_PORTS: Final[Mapping[str, int]] = MappingProxyType(
     {**{str(name): port for name, port in DEFAULT_PORTS.items()}, "ingress": DEFAULT_INGRESS_PORT}
@@ -70,6 +72,8 @@ class _Process:
     name: ServiceName
     process: asyncio.subprocess.Process
     log: Path
+    log_start: int
+    """Where this run's part of the log begins, in bytes."""
     ready: asyncio.Future[dict[str, Any]]
     reader: asyncio.Task[None] | None = None
 
@@ -188,10 +192,15 @@ class LocalStack:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigurationError(
-                f"Other services use {self.state_dir}: connect to them, stop them, or choose another state directory",
+                f"Other services use {self.state_dir}. Run `penstock up` once and let all commands use its services,"
+                " or keep these apart from them with --state-dir DIR (here: state_dir=)",
                 reason="STATE_DIR_IN_USE",
             ) from None
-        self._private = Path(tempfile.mkdtemp(prefix="penstock-"))  # 0700
+        self._private = self.state_dir / "private"
+        # A stack that was killed (-9) could not remove its own, and keys are in it; the lock says that it is gone.
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self._private)
+        self._private.mkdir(mode=0o700)
 
     async def _start(self, name: ServiceName) -> None:
         if self._private is None:
@@ -205,6 +214,7 @@ class LocalStack:
         environment["PENSTOCK_CONFIG"] = str(config)
         log = self.log_dir / f"{name}.log"
         with log.open("ab") as errors:
+            log_start = errors.tell()
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -215,7 +225,7 @@ class LocalStack:
                 env=environment,
                 start_new_session=True,  # an interrupt at the terminal is ours: we stop them in order
             )
-        item = _Process(name, process, log, asyncio.get_running_loop().create_future())
+        item = _Process(name, process, log, log_start, asyncio.get_running_loop().create_future())
         self._processes.append(item)
         item.reader = asyncio.create_task(self._watch(item), name=f"penstock-stack-{name}")
         try:
@@ -223,7 +233,7 @@ class LocalStack:
                 ready = await item.ready
         except TimeoutError:
             raise StackFailed(
-                f"The {name} service was not ready in {START_TIMEOUT_S:.0f} s.{_tail(log)}", reason="SERVICE_SLOW"
+                f"The {name} service was not ready in {START_TIMEOUT_S:.0f} s.{_tail(item)}", reason="SERVICE_SLOW"
             ) from None
         self._addresses[name] = ready["address"]
         if name == "interception":
@@ -276,8 +286,7 @@ class LocalStack:
         code = await item.process.wait()
         if self._stopping or self._failure is not None:
             return
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        failure = StackFailed(f"The {item.name} service {how}.{_tail(item.log)}", reason="SERVICE_DIED")
+        failure = _failure(item, code)
         if not item.ready.done():
             item.ready.set_exception(failure)
             return
@@ -320,13 +329,34 @@ async def _end(item: _Process) -> None:
         item.ready.exception()  # its owner may have been cancelled before it could look
 
 
-def _tail(log: Path) -> str:
+def _failure(item: _Process, code: int) -> StackFailed:
+    """Why a service ended: in its own words if it refused to start, otherwise with the end of its log."""
+    refusal = f"penstock-{item.name}: "
+    lines = _log_of(item)
+    if code == _REFUSED_TO_START and not item.ready.done():
+        for number in reversed(range(len(lines))):
+            if lines[number].startswith(refusal):
+                said = "\n".join([lines[number].removeprefix(refusal), *lines[number + 1 :]])
+        X "SERVICE_REFUSED"
+                return StackFailed(f"The {item.name} service: {said}", reason=reason)
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return StackFailed(f"The {item.name} service {how}.{_tail(item)}", reason="SERVICE_DIED")
+
+
+def _tail(item: _Process) -> str:
     """The end of a log, for an error; empty when there is none."""
+    lines = _log_of(item)[-_TAIL_LINES:]
+    return f" Its log ({item.log}) ends with:\n" + "\n".join(f"    {line[:400]}" for line in lines) if lines else ""
+
+
+def _log_of(item: _Process) -> list[str]:
+    """The last lines that this run of a service has logged."""
     try:
-        lines = log.read_bytes()[-16_384:].decode("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        with item.log.open("rb") as stream:
+            stream.seek(max(item.log_start, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return stream.read().decode("utf-8", errors="replace").splitlines()
     except OSError:
-        return ""
-    return f" Its log ({log}) ends with:\n" + "\n".join(f"    {line[:400]}" for line in lines) if lines else ""
+        return []
 
 
 def _toml(value: Any) -> str:

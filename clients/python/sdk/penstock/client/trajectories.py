@@ -28,6 +28,7 @@ class Call:
     The prompt is the first `prompt_shared_count` tokens of the parent's prompt and completion, then
     `prompt_suffix_token_ids`; `Trajectory.prompt_of` puts it together. `state` is queued, leased, dispatched,
     delivered, failed, cancelled or expired; `call_class` main, sub_agent, compaction, title, probe or edit.
+    `sampled_count` is how many tokens were sampled, known also where the tokens themselves were left out.
     """
 
     call_id: str
@@ -42,6 +43,7 @@ class Call:
     prompt_suffix_token_ids: TokenIds
     prompt_count: int
     completion: Completion | None
+    sampled_count: int
     capture_level: str
     sampling_requested: Sampling
     normalisations: tuple[str, ...]

@@ -228,8 +228,9 @@ def completion_from(message: completion_pb2.Completion) -> chat.Completion:
     span = message.span
     stop = message.WhichOneof("matched_stop")
     top = span.top_count if message.HasField("span") else 0
+    left_out = span.count > 0 and not span.token_ids  # as in events: only counted
     return chat.Completion(
-        token_ids=token_ids(span.token_ids) if message.HasField("span") else None,
+        token_ids=token_ids(span.token_ids) if message.HasField("span") and not left_out else None,
         logprobs=logprobs(span.logprobs) if span.logprobs else None,
         logprobs_mode=chat.LogprobsMode(word(completion_pb2.LogprobsMode, span.logprobs_mode, "LOGPROBS_MODE_")),
         versions=versions_from(span.versions),

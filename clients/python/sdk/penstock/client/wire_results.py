@@ -173,6 +173,7 @@ def call(message: trajectory_pb2.Call) -> trajectories.Call:
         prompt_suffix_token_ids=token_ids(message.prompt_suffix_token_ids),
         prompt_count=message.prompt_count,
         completion=completion_from(message.completion) if message.HasField("completion") else None,
+        sampled_count=message.completion.span.count or message.completion.usage.completion_tokens,
         capture_level=word(trajectory_pb2.CaptureLevel, message.capture_level, "CAPTURE_LEVEL_"),
         sampling_requested=sampling_from(message.sampling_requested),
         normalisations=tuple(message.normalisations),

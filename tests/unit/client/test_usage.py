@@ -1,0 +1,79 @@
+"""What the command line refuses before anything is started."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.main import app
+from penstock.client.wire_results import call
+from penstock.trajectory.v1 import trajectory_pb2
+
+
+@pytest.fixture(autouse=True)
+def _nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No service of whoever runs the tests is found; starting one would be a failure."""
+
+    async def nobody(_endpoints: object) -> bool:
+        return False
+
+    async def started(_stack: object) -> None:
+        raise AssertionError("a service was started")
+
+    monkeypatch.setattr("penstock.cli.services._answers", nobody)
+    monkeypatch.setattr("penstock.client.stack.LocalStack.__aenter__", started)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A task that holds."""
+    file = tmp_path / "task.yaml"
+    file.write_text("instruction: x\n")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "there is no model to ask"),
+        (("--upstream", "127.0.0.1:9", "--model", "m"), "a URL like http://host:port/v1, or a name"),
+        (("--upstream", "http://127.0.0.1:9/v1"), "--model"),
+        (("--upstream", "mine"), "up --upstream mine=URL"),
+        (("--model-dir", "/nowhere"), "there is no /nowhere"),
+        (("--model-dir", "."), "has no config.json"),
+        (("--script", "s.yaml"), "--model-dir"),
+    ],
+)
+def test_a_rollout_that_cannot_be_asked_is_wrong_usage(task: Path, options: tuple[str, ...], said: str) -> None:
+    """Exit code 2, and what to write instead, before any service is started."""
+    done = CliRunner().invoke(app, ["rollout", "--agent", "shell", "--task", str(task), *options])
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("content", [None, "a: [", "- 1", "steup: []"])
+def test_a_task_file_that_cannot_be_read_is_wrong_usage(tmp_path: Path, content: str | None) -> None:
+    """Exit code 2, not the refusal of a service that nobody asked."""
+    file = tmp_path / "task.yaml"
+    if content is not None:
+        file.write_text(content)
+    done = CliRunner().invoke(
+        app, ["rollout", "--agent", "shell", "--task", str(file), "--upstream", "http://127.0.0.1:9/v1", "--model", "m"]
+    )
+    assert done.exit_code == 2, done.output
+    assert "task.yaml" in done.output or "steup" in done.output
+
+
+def test_an_upstream_of_up_is_an_address() -> None:
+    """A name without a scheme is refused before it is configured."""
+    done = CliRunner().invoke(app, ["up", "--upstream", "mine=127.0.0.1:9"])
+    assert done.exit_code == 2 and "http://host:port/v1" in done.output
+
+
+def test_a_call_without_its_tokens_still_says_how_many_were_sampled() -> None:
+    """R24: an event carries counts, not tokens."""
+    message = trajectory_pb2.Call(state=trajectory_pb2.CALL_STATE_DELIVERED)
+    message.completion.span.count = 7
+    told = call(message)
+    assert told.sampled_count == 7
+    assert told.completion is not None and told.completion.token_ids is None
