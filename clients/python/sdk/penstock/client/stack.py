@@ -337,7 +337,8 @@ def _failure(item: _Process, code: int) -> StackFailed:
         for number in reversed(range(len(lines))):
             if lines[number].startswith(refusal):
                 said = "\n".join([lines[number].removeprefix(refusal), *lines[number + 1 :]])
-        X "SERVICE_REFUSED"
+                taken = "cannot be listened on" in said or "cannot listen on" in said
+                reason = "PORT_IN_USE" if taken else "SERVICE_REFUSED"
                 return StackFailed(f"The {item.name} service: {said}", reason=reason)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return StackFailed(f"The {item.name} service {how}.{_tail(item)}", reason="SERVICE_DIED")
