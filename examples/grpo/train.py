@@ -41,6 +41,7 @@ from penstock.client import (
 )
 from penstock.client.export import Table, write_jsonl
 from penstock.client.stack import LocalStack
+from penstock_codec import Codec
 from tasks import TASKS, CopyTask, Corpus, build_codec
 
 PROMPTS, GROUP_SIZE = 8, 8
@@ -49,15 +50,19 @@ BUDGETS = Budgets(max_calls=4, max_tokens_per_call=48)  # a good rollout makes 3
 RUNS = Path(__file__).resolve().parents[2] / "runs" / "demo"
 
 
-async def train(seed: int, max_steps: int, run: Path, display: Display) -> list[Metrics]:
-    """One training run; answers its metrics. Everything that it makes is in `run`."""
-    start = time.perf_counter()
-    codec = build_codec()
+def warm_start(codec: Codec, seed: int, run: Path, display: Display) -> Learner:
+    """The policy that training starts from, in `run`/initial."""
     learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed)
     display.say("warm start: learning the tool-call format from examples ...")
-    await asyncio.to_thread(learner.warm_start, Corpus(codec), run.parent / "cache", display.say)
+    learner.warm_start(Corpus(codec), run.parent / "cache", display.say)
     model.export(learner.params, learner.config, codec.files, run / "initial")
+    return learner
 
+
+async def train(
+    learner: Learner, codec: Codec, seed: int, max_steps: int, run: Path, start: float, display: Display
+) -> list[Metrics]:
+    """One training run; answers its metrics. Everything that it makes is in `run`; `start` is when the clock began."""
     display.say("starting the four services ...")
     history: list[Metrics] = []
     stack = LocalStack(model_dir=run / "initial", state_dir=run / "services")
@@ -95,6 +100,8 @@ async def train(seed: int, max_steps: int, run: Path, display: Display) -> list[
                     **figures(ended),
                 )
             )
+            if step == 0:
+                point_latest(run)
             display.step(history[-1])
             append(run / "metrics.jsonl", history[-1])
             for result in ended:
@@ -180,29 +187,44 @@ def append(path: Path, line: Mapping[str, object]) -> None:
 
 
 def new_run(seed: int) -> Path:
-    """An empty directory runs/demo/seed-N, which runs/demo/latest points to. An earlier run of the seed is replaced."""
+    """An empty directory runs/demo/seed-N. An earlier run of the seed is replaced."""
     run = RUNS / f"seed-{seed}"
     shutil.rmtree(run, ignore_errors=True)
     run.mkdir(parents=True)
-    latest = RUNS / "latest"
+    return run
+
+
+def point_latest(run: Path) -> None:
+    """Beside the run, `latest` is the newest that got as far as a step."""
+    latest = run.parent / "latest"
     latest.unlink(missing_ok=True)
     latest.symlink_to(run.name)
-    return run
+
+
+def seed_number(text: str) -> int:
+    """A seed as the command line has it."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a seed is a whole number from 0 on, not {text!r}")
+    return int(text)
 
 
 def main() -> None:
     """Reads the command line, trains, and says what to do next."""
     parser = argparse.ArgumentParser(description="Train a small model by GRPO through all four services.")
-    parser.add_argument("--seed", type=int, default=1, help="repeats a run (default 1)")
+    parser.add_argument("--seed", type=seed_number, default=1, help="repeats a run (default 1)")
     parser.add_argument("--steps", type=int, default=MAX_STEPS, help=f"at most so many (default {MAX_STEPS})")
     given = parser.parse_args()
     model.use_compilation_cache(RUNS / "cache" / "xla")
     run = new_run(given.seed)
     with Display(f"Penstock: GRPO on real rollouts, seed {given.seed}") as display:
         try:
-            history = asyncio.run(train(given.seed, given.steps, run, display))
+            start, codec = time.perf_counter(), build_codec()
+            learner = warm_start(codec, given.seed, run, display)
+            history = asyncio.run(train(learner, codec, given.seed, given.steps, run, start, display))
         except* PenstockError as errors:
             sys.exit(f"training stopped: {'; '.join(map(str, errors.exceptions))}")
+        except* KeyboardInterrupt:
+            sys.exit("interrupted: the services are stopped, nothing is left running")
     save_picture(history, run / "reward.png", f"A 0.13 M parameter model learns to use a shell (seed {given.seed})")
     last, penstock = history[-1], Path(sys.executable).with_name("penstock")
     if penstock.is_relative_to(Path.cwd()):

@@ -21,6 +21,7 @@ if str(GRPO) not in sys.path:
 import learner  # noqa: E402 - the demo is a script with its modules beside it
 import train  # noqa: E402
 from display import Display  # noqa: E402
+from tasks import build_codec  # noqa: E402
 
 STEPS, PROMPTS, GROUP = 2, 2, 4
 MEASURED = {"seconds", "elapsed"}
@@ -61,7 +62,9 @@ def _run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     run = directory / "seed"
     run.mkdir(parents=True)
     with Display("test") as display:
-        asyncio.run(train.train(5, STEPS, run, display))
+        codec = build_codec()
+        policy = train.warm_start(codec, 5, run, display)
+        asyncio.run(train.train(policy, codec, 5, STEPS, run, 0.0, display))
     metrics = _lines(run / "metrics.jsonl")
     rows = [row for path in (run / "trajectories").iterdir() for row in _lines(path)]
     kept = ("rollout_id", "input_ids", "loss_mask", "logprobs", "reward")

@@ -219,12 +219,23 @@ def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextM
         _log.info("settings", service=name, **loaded.public())
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_run(loaded, name, build))
-    except PenstockError as error:
-        sys.stderr.write(f"penstock-{name}: {error.message}\n")
-        raise SystemExit(2) from None
     except asyncio.CancelledError:
         sys.stderr.write(f"penstock-{name}: stopped by a signal before it was ready or had drained\n")
         raise SystemExit(1) from None
+    except Exception as error:
+        # A service whose parts run in a task group fails with a group around what it has to say.
+        told = _only_cause(error)
+        if not isinstance(told, PenstockError):
+            raise
+        sys.stderr.write(f"penstock-{name}: {told.message}\n")
+        raise SystemExit(2) from None
+
+
+def _only_cause(error: BaseException) -> BaseException:
+    """What is inside groups of one."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
 
 
 async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContextManager[Service]]) -> None:

@@ -272,7 +272,8 @@ class Conductor:
             self._record(event)
         if end.reason is not ExitReason.SANDBOX_LOST:
             await self._sandboxes.kill(sandbox.sandbox_id, AGENT_PROCESS)
-        self._closing = await self._gate.close(self._id, "AGENT_EXITED")
+        # A gate that restarts at this moment has all that the agent did in its journal: it is worth waiting for.
+        self._closing = await self._retrying(lambda: self._gate.close(self._id, "AGENT_EXITED"))
         self._outcome = replace(self._outcome, agent_exit=AgentExit(end, bytes(stderr)))
         return judge(end, self._closing, done, self._order.agent.spec.success_exit_codes, self._phase)
 
@@ -322,7 +323,8 @@ class Conductor:
                 # A fork whose answer never came may have made a sandbox: it carries this rollout's labels.
                 tasks.create_task(self._attempt("sandbox", self._sandboxes.delete_labelled(self._labels)))
             if self._gate_asked and self._closing is None:
-                tasks.create_task(self._attempt("gate", self._gate.close(self._id, "ROLLOUT_ENDED")))
+                closing = self._retrying(lambda: self._gate.close(self._id, "ROLLOUT_ENDED"))
+                tasks.create_task(self._attempt("gate", closing))
 
     async def _attempt(self, what: str, work: Awaitable[object]) -> None:
         try:

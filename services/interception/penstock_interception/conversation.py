@@ -6,10 +6,11 @@ again (R82): the graph finds the line that a request continues, and only what is
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+
+import re2
 
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_codec import Codec
@@ -20,7 +21,7 @@ from penstock_interception.graph import CommitRecord, Plan, Sampled, TokenGraph
 from penstock_interception.graph.model import IntArray
 from penstock_interception.graph.paths import common_prefix
 from penstock_interception.ports import CompletionRefused, Recorded
-from penstock_interception.requests import ChatRequest, blank_volatile, hints_for
+from penstock_interception.requests import ChatRequest, LinePattern, blank_volatile, hints_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +132,15 @@ class Conversation:
         )
 
 
-def _compile(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
-    compiled: list[re.Pattern[str]] = []
+def _compile(patterns: Iterable[str]) -> tuple[LinePattern, ...]:
+    """RE2, which is linear in the text whatever the pattern: the text is an agent's."""
+    options = re2.Options()
+    options.log_errors = False
+    compiled: list[LinePattern] = []
     for index, pattern in enumerate(patterns):
         try:
-            compiled.append(re.compile(pattern, re.MULTILINE))
-        except re.error as error:
+            compiled.append(re2.compile(f"(?m){pattern}", options))
+        except re2.error as error:
             raise InvalidArgument(
                 "A volatile line pattern is no regular expression.",
                 reason="VOLATILE_PATTERN_INVALID",

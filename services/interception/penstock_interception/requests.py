@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from penstock_codec.chat import Message, Role, Sampling, TextPart, Tool, ToolChoice
 from penstock_interception.calls import AgentHints
 from penstock_interception.graph.model import CallClass, CallHints
 
 BLANKED = "[...]"
+
+
+class LinePattern(Protocol):
+    """A compiled pattern."""
+
+    def sub(self, repl: str, text: str, /) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,7 @@ def hints_for(request: ChatRequest, known: AgentHints, session: Sequence[tuple[s
     return CallHints(call_class=call_class, session=identity, max_tokens=request.sampling.max_tokens)
 
 
-def blank_volatile(
-    messages: Sequence[Message], patterns: Sequence[re.Pattern[str]]
-) -> tuple[tuple[Message, ...], bool]:
+def blank_volatile(messages: Sequence[Message], patterns: Sequence[LinePattern]) -> tuple[tuple[Message, ...], bool]:
     """The messages with what matches blanked in system and user text, and whether anything was."""
     changed = False
     result: list[Message] = []
@@ -71,7 +74,7 @@ def blank_volatile(
     return tuple(result), changed
 
 
-def _blank(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
+def _blank(text: str, patterns: Sequence[LinePattern]) -> str:
     for pattern in patterns:
         text = pattern.sub(BLANKED, text)
     return text
