@@ -164,6 +164,17 @@ async def test_whatever_fails_after_a_sandbox_exists_everything_is_released(driv
     assert driver.gate.closed.keys() >= driver.gate.opened.keys()
 
 
+async def test_an_installation_is_told_line_by_line_to_every_rollout_that_waits_for_it(driver: Driver) -> None:
+    """R56: the lines come as events, also before an installation that fails."""
+    driver.sandboxes.installation = ["attempt 1", "npm install failed"]
+    driver.sandboxes.fail["prepare_toolbox"] = [Unavailable("no", reason="INSTALL_FAILED")]
+    records = [await driver.start(driver.order()) for _ in range(2)]
+    for record in records:
+        assert failure(await driver.outcome(record)) == ("INFRASTRUCTURE", "INSTALL_FAILED")
+        told = [item.progress.message for item in await driver.events(record.rollout_id) if item.HasField("progress")]
+        assert told == driver.sandboxes.installation
+
+
 async def test_a_clean_up_that_fails_does_not_hide_the_cause(driver: Driver) -> None:
     """R49: the outcome names the first cause, and an event tells of the rest."""
     await driver.run(driver.order())
