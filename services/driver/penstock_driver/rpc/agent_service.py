@@ -78,6 +78,7 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
                 toolbox = await installing
             finally:
                 installing.cancel()
+                await asyncio.wait([installing])
             yield _finding(step, _OK, f"installed at {toolbox.mount_path}")
             step = "start"
             base = await self._sandboxes.create(terms, CHECK_TIMEOUT_S, {})

@@ -77,7 +77,7 @@ def _is_passed(name: str) -> bool:
 
 
 async def _ask(command: Sequence[str]) -> Mapping[str, str]:
-    """Where npm finds settings and certificates for the service's own user; empty where npm does not tell."""
+    """Where npm finds settings and certificates for the service's own user; what is usual where npm does not tell."""
     names = ("globalconfig", "userconfig", "cafile")
     # From the root directory: settings of whatever project the service was started in are not the machine's.
     process = subprocess.Popen(  # noqa: ASYNC220
@@ -97,7 +97,8 @@ async def _ask(command: Sequence[str]) -> Mapping[str, str]:
         async with asyncio.timeout(_TIMEOUT_S):
             answer, _ = await asyncio.to_thread(process.communicate)
     except TimeoutError:
-        return {}
+        # The user's own settings have one usual place; the machine's have several.
+        return {"userconfig": str(Path.home() / ".npmrc")}
     finally:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
