@@ -152,7 +152,9 @@ class Conductor:
 
     async def _prepare(self, *, again: bool = False) -> Prepared:
         try:
-            prepared = await self._preparations.get(self._order, self._key, again=again)
+            prepared = await self._preparations.get(
+                self._order, self._key, lambda line: self._record(Progress(line)), again=again
+            )
         except SetupFailed as error:
             raise self._setup_failure(error) from error
         except TimeoutError:

@@ -6,7 +6,7 @@ others. Every method raises `penstock_chassis.errors` exceptions and honours can
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeAlias
@@ -166,8 +166,10 @@ class Sandboxes(Protocol):
     async def backends(self) -> Sequence[BackendFacts]:
         """What there is. Unavailable (SANDBOX_UNREACHABLE) if the service cannot be reached."""
 
-    async def prepare_toolbox(self, name: str, toolbox: Toolbox, backend: str) -> PreparedToolbox:
-        """Install a toolbox, or find it installed."""
+    async def prepare_toolbox(
+        self, name: str, toolbox: Toolbox, backend: str, tell: Callable[[str], None]
+    ) -> PreparedToolbox:
+        """Install a toolbox, or find it installed; `tell` gets each line of the installation."""
 
     def prepare_snapshot(self, order: SnapshotOrder) -> AsyncIterator[SnapshotStep]:
         """Yield a report per command, then the snapshot; FailedPrecondition (SETUP_FAILED) after a failed one's."""

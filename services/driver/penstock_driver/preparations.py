@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Generic, TypeVar
 
 from penstock_chassis.errors import FailedPrecondition
@@ -101,17 +101,28 @@ class SetupFailed(Exception):
         self.check = check
 
 
+@dataclass(frozen=True, slots=True)
+class _Installation:
+    """What was told of an installation, and who listens; it is kept as long as somebody does."""
+
+    lines: list[str] = field(default_factory=list)
+    listening: list[Callable[[str], None]] = field(default_factory=list)
+
+
 class Preparations:
     """Toolboxes, base facts and snapshots, each made once."""
 
     def __init__(self, sandboxes: Sandboxes) -> None:
         self._sandboxes = sandboxes
         self._toolboxes: SingleFlight[tuple[str, str, str], PreparedToolbox] = SingleFlight()
+        self._installations: dict[tuple[str, str, str], _Installation] = {}
         self._bases: SingleFlight[SandboxTerms, SandboxFacts] = SingleFlight()
         self._snapshots: SingleFlight[tuple[str, str, str], Prepared] = SingleFlight()
 
-    async def get(self, order: RolloutOrder, key: str, *, again: bool = False) -> Prepared:
+    async def get(self, order: RolloutOrder, key: str, tell: Callable[[str], None], *, again: bool = False) -> Prepared:
         """The state that `order` starts from; `key` is the digest of what its setup depends on.
+
+        `tell` gets the lines of an installation that runs meanwhile, from its first, whoever began it.
 
         `again` forgets what was made before: the sandbox service does not know it any more. SetupFailed when a setup
         command or the agent's check failed; TimeoutError after the limits of the order that began the work.
@@ -126,13 +137,32 @@ class Preparations:
         async def make() -> Prepared:
             async with asyncio.timeout(order.limits.prepare_s):
                 toolbox = await self._toolboxes.get(
-                    toolbox_key, lambda: self._sandboxes.prepare_toolbox(spec.name, spec.toolbox, order.sandbox.backend)
+                    toolbox_key,
+                    lambda: self._sandboxes.prepare_toolbox(
+                        spec.name, spec.toolbox, order.sandbox.backend, lambda line: self._tell(toolbox_key, line)
+                    ),
                 )
                 facts = await self._bases.get(order.sandbox, lambda: self._facts(order.sandbox))
             async with asyncio.timeout(order.limits.prepare_s + order.limits.setup_s):
                 return await self._snapshot(order, toolbox, facts)
 
-        return await self._snapshots.get(snapshot_key, make)
+        installation = self._installations.setdefault(toolbox_key, _Installation())
+        for line in installation.lines:
+            tell(line)
+        installation.listening.append(tell)
+        try:
+            return await self._snapshots.get(snapshot_key, make)
+        finally:
+            installation.listening.remove(tell)
+            if not installation.listening:
+                del self._installations[toolbox_key]
+
+    def _tell(self, toolbox_key: tuple[str, str, str], line: str) -> None:
+        installation = self._installations.get(toolbox_key)
+        if installation is not None:
+            installation.lines.append(line)
+            for tell in installation.listening:
+                tell(line)
 
     async def _facts(self, terms: SandboxTerms) -> SandboxFacts:
         """Home and working directory of a base: they are the sandbox's, never guessed (R45)."""

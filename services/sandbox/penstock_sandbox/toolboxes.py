@@ -5,8 +5,8 @@ installed into a temporary directory and renamed, so that it is there whole or n
 
 Invariants
 - Concurrent callers for one toolbox share the work; one that gives up stops nothing.
-- A transient failure is retried, whatever the installer printed (R56); install scripts never run, and when the service
-  is root the installer is not.
+- A transient failure is told and retried, whatever the installer printed, a permanent one is not (R56); install scripts
+  never run, and when the service is root the installer is not.
 - A toolbox in use is not removed.
 """
 

@@ -16,6 +16,7 @@ from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import FailedPrecondition, ResourceExhausted, Unavailable
 from penstock_driver.launches import FileToWrite
 from penstock_driver.ports import CallEnded, Command, GateClosing
+from penstock_driver.preparations import Preparations
 from penstock_driver.rollouts import Limits, Verifier
 
 
@@ -162,6 +163,24 @@ async def test_whatever_fails_after_a_sandbox_exists_everything_is_released(driv
     assert failure(outcome) == ("INFRASTRUCTURE", "INJECTED")
     assert outcome.failure.retriable
     assert driver.gate.closed.keys() >= driver.gate.opened.keys()
+
+
+async def test_the_lines_of_an_installation_that_fails_are_events_of_the_rollout(driver: Driver) -> None:
+    """R56"""
+    driver.sandboxes.installation = ["attempt 1", "npm install failed"]
+    driver.sandboxes.fail["prepare_toolbox"] = [Unavailable("no", reason="INSTALL_FAILED")]
+    record = await driver.start(driver.order())
+    assert failure(await driver.outcome(record)) == ("INFRASTRUCTURE", "INSTALL_FAILED")
+    told = [item.progress.message for item in await driver.events(record.rollout_id) if item.HasField("progress")]
+    assert told == driver.sandboxes.installation
+
+
+async def test_all_who_wait_for_an_installation_are_told_its_lines(driver: Driver) -> None:
+    """R56, R57"""
+    driver.sandboxes.installation = ["attempt 1", "added 3 packages"]
+    preparations, told = Preparations(driver.sandboxes), (list[str](), list[str]())
+    await asyncio.gather(*(preparations.get(driver.order(), "k", lines.append) for lines in told))
+    assert list(told) == [driver.sandboxes.installation] * 2
 
 
 async def test_a_clean_up_that_fails_does_not_hide_the_cause(driver: Driver) -> None:

@@ -73,6 +73,7 @@ class Directories:
         self.snapshots: dict[str, Path] = {}
         self.calls: list[str] = []
         self.fail: dict[str, list[PenstockError | None]] = {}
+        self.installation: list[str] = []
         self.facts = BackendFacts("local", True, "", True, True, True, False, True, True, True)
         self.lost: set[str] = set()
 
@@ -93,7 +94,11 @@ class Directories:
         self._called("backends")
         return [self.facts]
 
-    async def prepare_toolbox(self, name: str, toolbox: Toolbox, backend: str) -> PreparedToolbox:
+    async def prepare_toolbox(
+        self, name: str, toolbox: Toolbox, backend: str, tell: Callable[[str], None]
+    ) -> PreparedToolbox:
+        for line in self.installation:
+            tell(line)
         self._called("prepare_toolbox")
         root = self.base / f"toolbox-{name}"
         for file in toolbox.files:

@@ -16,8 +16,13 @@ from penstock_sandbox.toolboxes import Toolboxes, toolbox_hash
 
 Npm = Callable[..., Path]
 
-# Stands in for npm, at its own interface: arguments and exit code. It fails the given number of times.
+# Stands in for npm, at its own interface: arguments, settings and exit code. It fails the given number of times.
 NPM = """#!/bin/sh
+if [ "$1" = config ]; then
+    echo "globalconfig={folder}/machine"; echo "userconfig=$HOME/.npmrc"; echo "cafile={folder}/ca.pem"; exit 0
+fi
+cat "$npm_config_globalconfig" "$npm_config_userconfig" "$npm_config_cafile" >> {log} 2> /dev/null
+echo "proxy $HTTPS_PROXY, registry $npm_config_registry, named $NAMED, home $HOME" >> {log}
 echo run >> {log}
 echo "npm warn this is only a warning"
 echo "$TOKEN_OF_THE_SERVICE" >> {log}
@@ -37,7 +42,7 @@ def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Npm]:
     def install(failures: int, message: str = "npm error network timeout") -> Path:
         log.touch()
         log.chmod(0o666)
-        (folder / "npm").write_text(NPM.format(log=log, failures=failures, message=message))
+        (folder / "npm").write_text(NPM.format(folder=folder, log=log, failures=failures, message=message))
         (folder / "npm").chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
         monkeypatch.setenv("TOKEN_OF_THE_SERVICE", "sk-service")
@@ -108,6 +113,67 @@ async def test_a_package_that_does_not_exist_is_not_retried(
     assert caught.value.reason == "INSTALL_FAILED" and "E404" in caught.value.message
     assert log.read_text().count("run") == 1 and pauses == []
     assert toolboxes.all() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        ("SELF_SIGNED_CERT_IN_CHAIN", "cafile"),
+        ("UNABLE_TO_VERIFY_LEAF_SIGNATURE", "cafile"),
+        ("ETARGET", "version"),
+        ("E404", "registry"),
+        ("EBADENGINE", "Node.js"),
+    ],
+)
+async def test_what_no_retry_changes_fails_at_once_and_says_what_to_do(
+    npm: Npm, toolboxes: Toolboxes, pauses: list[float], code: str, advice: str
+) -> None:
+    """R56, R48"""
+    log = npm(failures=9, message=f"npm error code {code}\nnpm error errno {code}\nnpm error the cause\nnpm error more")
+    with pytest.raises(Unavailable) as caught:
+        await install(toolboxes, PACKAGES)
+    assert log.read_text().count("run") == 1 and pauses == []
+    assert f"({code}): the cause;" in caught.value.message and advice in caught.value.message
+    assert caught.value.metadata["permanent"] == "true"
+
+
+async def test_each_failed_attempt_is_told_with_the_installers_own_words(npm: Npm, toolboxes: Toolboxes) -> None:
+    """R56"""
+    npm(failures=2, message="npm error code ECONNRESET\nnpm error network https://me:hunter2@host/ reset")
+    lines, _ = await install(toolboxes, PACKAGES)
+    failed = [line for line in lines if line.startswith("npm install failed")]
+    assert failed == [
+        f"npm install failed (ECONNRESET): network https://***@host/ reset; again in {pause} s" for pause in (1, 2)
+    ]
+    assert "hunter2" not in "".join(lines)
+
+
+async def test_the_installer_has_the_npm_settings_of_the_machine_and_of_the_user(
+    npm: Npm, toolboxes: Toolboxes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R48: whatever the installer's own home and user are, and although its prefix is not the machine's."""
+    log = npm(failures=0)
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    (log.parent / "machine").write_text("settings of the machine\n")
+    (log.parent / "ca.pem").write_text("a certificate\n")
+    (home / ".npmrc").write_text("settings of the user ${NAMED} ${PENSTOCK_SANDBOX_TOKENS}\n")
+    (home / ".npmrc").chmod(0o600)
+    for name, value in {
+        "HOME": str(home),
+        "HTTPS_PROXY": "http://proxy",
+        "NPM_CONFIG_PREFIX": "/elsewhere",
+        "npm_config_registry": "https://registry",
+        "NAMED": "by the settings",
+        "PENSTOCK_SANDBOX_TOKENS": "sk-penstock",
+    }.items():
+        monkeypatch.setenv(name, value)
+    lines, _ = await install(toolboxes, PACKAGES)
+    seen = log.read_text()
+    for expected in ("of the machine", "of the user", "a certificate", "proxy http://proxy", "registry https://regi"):
+        assert expected in seen
+    assert "named by the settings" in seen and f"home {home}" not in seen and "sk-penstock" not in seen
+    assert not any("settings of" in line for line in lines)
 
 
 async def test_the_installer_sees_none_of_the_services_variables(npm: Npm, toolboxes: Toolboxes) -> None:

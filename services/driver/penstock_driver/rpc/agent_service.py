@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from penstock.driver.v1 import agent_service_pb2, agent_service_pb2_grpc
 from penstock_chassis.errors import InvalidArgument, PenstockError, Violation
 from penstock_driver.launches import check_command
-from penstock_driver.ports import Command, CommandReport, Sandboxes, SandboxTerms, SnapshotOrder
+from penstock_driver.ports import Command, CommandReport, PreparedToolbox, Sandboxes, SandboxTerms, SnapshotOrder
 from penstock_driver.preparations import CHECK_TIMEOUT_S
 from penstock_driver.registry import AgentRegistry
 from penstock_driver.rpc.agents import agent_to_proto, spec_from_proto
 from penstock_driver.rpc.paging import page_size, page_token
+from penstock_driver.specs import AgentSpec
 
 _PROGRESS: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_PROGRESS
 _OK: Final = agent_service_pb2.CheckAgentResponse.OUTCOME_OK
@@ -68,7 +70,15 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
         terms, step = SandboxTerms(backend=request.backend), "install"
         try:
             yield _finding(step, _PROGRESS, f"installing {spec.name} {spec.version}")
-            toolbox = await self._sandboxes.prepare_toolbox(spec.name, spec.toolbox, request.backend)
+            lines: asyncio.Queue[str | None] = asyncio.Queue()
+            installing = asyncio.create_task(self._install(spec, request.backend, lines))
+            try:
+                while (line := await lines.get()) is not None:
+                    yield _finding(step, _PROGRESS, line)
+                toolbox = await installing
+            finally:
+                installing.cancel()
+                await asyncio.wait([installing])
             yield _finding(step, _OK, f"installed at {toolbox.mount_path}")
             step = "start"
             base = await self._sandboxes.create(terms, CHECK_TIMEOUT_S, {})
@@ -87,6 +97,13 @@ class AgentServicer(agent_service_pb2_grpc.AgentServiceServicer):
             yield _finding(step, _OK, output)
         except PenstockError as error:
             yield _finding(step, _FAILED, error.message)
+
+    async def _install(self, spec: AgentSpec, backend: str, lines: asyncio.Queue[str | None]) -> PreparedToolbox:
+        """Install, with each line of it in `lines`, then None."""
+        try:
+            return await self._sandboxes.prepare_toolbox(spec.name, spec.toolbox, backend, lines.put_nowait)
+        finally:
+            lines.put_nowait(None)
 
 
 def _finding(

@@ -7,7 +7,7 @@ import io
 import posixpath
 import secrets
 import tarfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 import grpc
@@ -106,13 +106,16 @@ class GrpcSandboxes:
             for backend in answer.backends
         ]
 
-    async def prepare_toolbox(self, name: str, toolbox: Toolbox, backend: str) -> PreparedToolbox:
+    async def prepare_toolbox(
+        self, name: str, toolbox: Toolbox, backend: str, tell: Callable[[str], None]
+    ) -> PreparedToolbox:
         """See ports.Sandboxes."""
         request = toolbox_service_pb2.PrepareToolboxRequest(spec=toolbox_to_proto(name, toolbox), backend=backend)
         with typed_errors():
             async for step in self._toolboxes.PrepareToolbox(request):
                 if step.WhichOneof("event") == "toolbox":
                     return PreparedToolbox(step.toolbox.toolbox_id, step.toolbox.mount_path)
+                tell(step.progress)
         raise Internal("the sandbox service ended the installation without a toolbox", reason="PROTOCOL_BROKEN")
 
     async def prepare_snapshot(self, order: SnapshotOrder) -> AsyncIterator[SnapshotStep]:

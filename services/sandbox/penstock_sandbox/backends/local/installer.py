@@ -1,14 +1,15 @@
 """Installs npm packages into a directory, without their scripts and without this service's rights.
 
-Invariants: the environment is an allow-list (registry settings and proxies, none of the service's own variables); as
-root the installer runs as an ordinary user that owns only its own directory, and the result is root's afterwards. Each
-failure is retried with a growing pause unless the registry said that the package does not exist (R56).
+Invariants: npm sees the settings that it has for whoever runs the service (npm_settings.py) and none of the service's
+own variables; as root the installer runs as an ordinary user that owns only its own directory, and the result is root's
+afterwards. Each failure is told; a passing one is retried with a growing pause, one that no retry changes is not (R56).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,20 +19,49 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
-from penstock_sandbox.backends.local import runtimes
+from penstock_sandbox.backends.local import npm_settings, runtimes
 
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 1.0
 _ATTEMPT_TIMEOUT_S = 900.0
 _TAIL_LINES = 20
-# Answers that no retry changes: the package or the version is not there.
-_FINAL = ("code E404", "code ETARGET", "code EINVALIDPACKAGENAME", "code EBADPLATFORM", "code E401", "code E403")
+# What no retry changes, by the code in npm's own words: what to do about it.
+_CERTIFICATE = "make npm trust the registry's certificate (`npm config set cafile`, or NODE_EXTRA_CA_CERTS)"
+_ABSENT = "check the package, its version and `npm config get registry`"
+_RIGHTS = "log in to the registry, or check the credentials in npm's settings"
+_PERMANENT = {
+    "SELF_SIGNED_CERT_IN_CHAIN": _CERTIFICATE,
+    "DEPTH_ZERO_SELF_SIGNED_CERT": _CERTIFICATE,
+    "UNABLE_TO_GET_ISSUER_CERT": _CERTIFICATE,
+    "UNABLE_TO_GET_ISSUER_CERT_LOCALLY": _CERTIFICATE,
+    "UNABLE_TO_VERIFY_LEAF_SIGNATURE": _CERTIFICATE,
+    "CERT_UNTRUSTED": _CERTIFICATE,
+    "CERT_REJECTED": _CERTIFICATE,
+    "CERT_HAS_EXPIRED": _CERTIFICATE,
+    "CERT_NOT_YET_VALID": _CERTIFICATE,
+    "ERR_TLS_CERT_ALTNAME_INVALID": _CERTIFICATE,
+    "E404": _ABSENT,
+    "ETARGET": _ABSENT,
+    "ENOVERSIONS": _ABSENT,
+    "EINVALIDPACKAGENAME": _ABSENT,
+    "E401": _RIGHTS,
+    "E403": _RIGHTS,
+    "ENEEDAUTH": _RIGHTS,
+    "EBADENGINE": "install a Node.js that the package supports",
+    "EBADPLATFORM": "the package does not support this platform",
+}
+_PASSING = "check the network, the proxy and `npm config get registry`, then try again"
+_ERROR = re.compile(r"npm (?:error|ERR!) (.*)")
+_CODE = re.compile(r"code ([A-Z0-9_]+)$")
+# Lines of an error that say nothing about its cause.
+_ASIDE = re.compile(r"(code|errno|syscall|path|dest|cwd) |A complete log of this run|\s*$")
+# npm's own settings ask for ten seconds and then a minute before it tries a request again, and it says nothing.
+_RETRIES = ("--fetch-retry-mintimeout=1000", "--fetch-retry-maxtimeout=4000")
 # Becomes the user that the first argument names, then executes the others.
 _BECOME = (
     "import os, sys; uid = int(sys.argv[1]); os.umask(0o022); os.setgroups([]); "
     "os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid); os.execv(sys.argv[2], sys.argv[2:])"
 )
-_PASSED = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "NODE_EXTRA_CA_CERTS", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 class Installer:
@@ -51,18 +81,23 @@ class Installer:
                 metadata={"runtime": "npm"},
             )
         for attempt in range(1, _ATTEMPTS + 1):
-            tell(f"npm install {' '.join(packages)} (attempt {attempt})")
-            code, lines = await self._attempt(command, packages, target, tell)
-            if code == 0:
+            tell(f"npm install {' '.join(packages)} (attempt {attempt} of {_ATTEMPTS})")
+            status, lines = await self._attempt(command, packages, target, tell)
+            if status == 0:
                 return
-            final = any(marker in line for line in lines for marker in _FINAL)
+            code, said = _cause(lines)
+            what = f"npm install failed ({code or f'exit status {status}'}): {said}"
+            final = code in _PERMANENT
             if final or attempt == _ATTEMPTS:
+                tell(what)
                 raise Unavailable(
-                    f"npm install ended with {code}: {' | '.join(lines[-3:])}",
+                    f"{what}; {_PERMANENT.get(code, _PASSING)}",
                     reason="INSTALL_FAILED",
-                    metadata={"packages": " ".join(packages)},
+                    metadata={"packages": " ".join(packages), "npm_code": code, "permanent": str(final).lower()},
                 )
-            await self._pause(_FIRST_PAUSE_S * 2 ** (attempt - 1))
+            pause = _FIRST_PAUSE_S * 2 ** (attempt - 1)
+            tell(f"{what}; again in {pause:g} s")
+            await self._pause(pause)
 
     async def _attempt(
         self, command: Sequence[str], packages: Sequence[str], target: Path, tell: Callable[[str], None]
@@ -72,7 +107,7 @@ class Installer:
             home = Path(name)
             prefix = home / "prefix"
             prefix.mkdir()
-            environment = _environment(home)
+            environment = await npm_settings.environment(command, home)
             argv = [*command, *_arguments(prefix, packages)]
             if self._uid is not None:
                 for path in (home, *home.iterdir()):
@@ -110,9 +145,10 @@ async def _follow(process: subprocess.Popen[bytes], tell: Callable[[str], None])
     try:
         async with asyncio.timeout(_ATTEMPT_TIMEOUT_S):
             async for raw in reader:
-                line = raw.decode(errors="replace").rstrip()[:500]
+                line = npm_settings.without_secrets(raw.decode(errors="replace").rstrip()[:500])
                 lines = [*lines[-_TAIL_LINES + 1 :], line]
-                tell(line)
+                if line:
+                    tell(line)
             return await asyncio.to_thread(process.wait), lines
     except TimeoutError:
         return -1, [*lines, f"no end after {_ATTEMPT_TIMEOUT_S:.0f} s"]
@@ -132,32 +168,21 @@ def _arguments(target: Path, packages: Sequence[str]) -> list[str]:
         "--no-update-notifier",
         "--no-package-lock",
         "--omit=dev",
+        *_RETRIES,
         "--loglevel=warn",
         "--",
         *packages,
     ]
 
 
-def _environment(home: Path) -> dict[str, str]:
-    """The installer's environment; ``home`` gets a copy of the operator's npm settings, closed to other users."""
-    passed = {
-        name: value
-        for name, value in os.environ.items()
-        if name.upper() in _PASSED or name.lower().startswith("npm_config_")
-    }
-    settings = Path(passed.get("npm_config_userconfig", Path.home() / ".npmrc"))
-    if settings.is_file():
-        copy = home / "userconfig"
-        copy.touch(mode=0o600)
-        copy.write_bytes(settings.read_bytes())
-        passed["npm_config_userconfig"] = str(copy)
-    return {
-        **passed,
-        "HOME": str(home),
-        "PATH": os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin"),
-        "npm_config_cache": str(home / "cache"),
-        "LANG": "C.UTF-8",
-    }
+def _cause(lines: Sequence[str]) -> tuple[str, str]:
+    """The code of npm's error, empty where it gave none, and the line that tells why."""
+    errors = [match[1] for line in lines if (match := _ERROR.match(line))]
+    codes = [match[1] for error in errors if (match := _CODE.match(error))]
+    told = [error for error in errors if not _ASIDE.match(error)]
+    # The first line names the cause; those that follow explain it at length.
+    said = told[0] if told else next((line for line in reversed(lines) if line.strip()), "npm said nothing")
+    return (codes[-1] if codes else ""), said
 
 
 def _take_over(target: Path) -> None:
