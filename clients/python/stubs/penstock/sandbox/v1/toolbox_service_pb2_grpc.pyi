@@ -41,7 +41,8 @@ class ToolboxServiceStub:
     """Installs a toolbox, once: concurrent calls for the same content share the work, later ones find it installed. Streams
     progress, then the toolbox. Cancelling one of several callers stops nothing. Transient failures are retried.
     Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), UNAVAILABLE (INSTALL_FAILED: the
-    registry cannot be reached, or the package is not there; the last lines of the installer are in the log line events).
+    registry cannot be reached, or the package is not there; each attempt's error is among the progress lines, and the
+    metadata's `permanent` is "true" where no retry helps).
     """
     ListToolboxes: _grpc.UnaryUnaryMultiCallable[_toolbox_service_pb2.ListToolboxesRequest, _toolbox_service_pb2.ListToolboxesResponse]
     """Installed toolboxes, newest first."""
@@ -63,7 +64,8 @@ class ToolboxServiceAsyncStub(ToolboxServiceStub):
     """Installs a toolbox, once: concurrent calls for the same content share the work, later ones find it installed. Streams
     progress, then the toolbox. Cancelling one of several callers stops nothing. Transient failures are retried.
     Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), UNAVAILABLE (INSTALL_FAILED: the
-    registry cannot be reached, or the package is not there; the last lines of the installer are in the log line events).
+    registry cannot be reached, or the package is not there; each attempt's error is among the progress lines, and the
+    metadata's `permanent` is "true" where no retry helps).
     """
     ListToolboxes: _aio.UnaryUnaryMultiCallable[_toolbox_service_pb2.ListToolboxesRequest, _toolbox_service_pb2.ListToolboxesResponse]  # type: ignore[assignment]
     """Installed toolboxes, newest first."""
@@ -88,7 +90,8 @@ class ToolboxServiceServicer(metaclass=_abc_1.ABCMeta):
         """Installs a toolbox, once: concurrent calls for the same content share the work, later ones find it installed. Streams
         progress, then the toolbox. Cancelling one of several callers stops nothing. Transient failures are retried.
         Errors: FAILED_PRECONDITION (RUNTIME_MISSING: what to install; CAPABILITY_MISSING), UNAVAILABLE (INSTALL_FAILED: the
-        registry cannot be reached, or the package is not there; the last lines of the installer are in the log line events).
+        registry cannot be reached, or the package is not there; each attempt's error is among the progress lines, and the
+        metadata's `permanent` is "true" where no retry helps).
         """
 
     @_abc_1.abstractmethod
