@@ -58,6 +58,7 @@ PASSED_ON = {
     "client": {
         "penstock/client/errors.py: kind(reason=reason)": "the reason of the service that was called",
         "penstock/client/leases.py: kind(reason=reason)": "the name of the proto's ResultRejected.Reason",
+        "penstock/cli/up.py: StackFailed(reason=error.reason)": "the stack's",
     },
 }
 """Where an error's reason is not written where it is made, and where it comes from instead."""

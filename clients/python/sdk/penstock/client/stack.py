@@ -338,8 +338,10 @@ def _failure(item: _Process, code: int) -> StackFailed:
             if lines[number].startswith(refusal):
                 said = "\n".join([lines[number].removeprefix(refusal), *lines[number + 1 :]])
                 taken = "cannot be listened on" in said or "cannot listen on" in said
-                reason = "PORT_IN_USE" if taken else "SERVICE_REFUSED"
-                return StackFailed(f"The {item.name} service: {said}", reason=reason)
+                told = f"The {item.name} service: {said}"
+                if taken:
+                    return StackFailed(told, reason="PORT_IN_USE")
+                return StackFailed(told, reason="SERVICE_REFUSED")
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return StackFailed(f"The {item.name} service {how}.{_tail(item)}", reason="SERVICE_DIED")
 
