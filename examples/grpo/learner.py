@@ -39,13 +39,15 @@ class Row:
 def advantages(rewards: Sequence[float | None]) -> list[float | None]:
     """Each reward of a group relative to the group's mean, in standard deviations.
 
-    None is a rollout that nobody graded: it gets no advantage and does not count in the mean.
+    None is a rollout that nobody graded: it gets no advantage and does not count in the mean. No advantage is below -1:
+    one failure among seven successes would have -2.6, and pushing its tokens down that hard takes the good ones, which
+    share most of them, down as well.
     """
     graded = np.array([reward for reward in rewards if reward is not None])
     if graded.size == 0:
         return [None] * len(rewards)
     mean, spread = graded.mean(), graded.std() + 1e-4
-    return [None if reward is None else float((reward - mean) / spread) for reward in rewards]
+    return [None if reward is None else max(float((reward - mean) / spread), -1.0) for reward in rewards]
 
 
 class Learner:
@@ -89,7 +91,7 @@ class Learner:
         telling = [row for row in rows if row.advantage]
         if not telling:
             return 0.0, 0.0
-        rate = LEARNING_RATE * (0.5 + 0.5 * len(telling) / len(rows))
+        rate = LEARNING_RATE * max(0.25, len(telling) / len(rows))
         answers = []
         order = self._rng.permutation(len(telling))
         for first in range(0, len(telling), MINIBATCH):

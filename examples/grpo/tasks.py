@@ -23,7 +23,7 @@ FILES = ("a.txt", "b.txt", "c.txt")
 STOCK_WORD, STOCK_FILE = "kiwi", "notes.txt"
 # How often a supervised example writes (the right word, to the right file). Each half is seen often enough to be
 # learned; only now and then do both come together.
-EXAMPLES = {(True, True): 0.14, (True, False): 0.33, (False, True): 0.33, (False, False): 0.2}
+EXAMPLES = {(True, True): 0.2, (True, False): 0.3, (False, True): 0.3, (False, False): 0.2}
 VOCAB_SIZE = 512
 
 # What the agent sends before the instruction, to the letter: the supervised examples are the tokens of real rollouts.
