@@ -29,6 +29,7 @@ from penstock.client import (
     SandboxChoice,
     SeedFile,
     Task,
+    Unavailable,
     Upstream,
     Verifier,
 )
@@ -150,19 +151,21 @@ async def test_what_does_not_exist_is_refused_by_name(stack: Running) -> None:
         (Upstream(base_url="http://127.0.0.1:1/v1", api_key="k", model="m"), "UPSTREAM_UNREACHABLE"),
     ],
 )
-async def test_an_endpoint_that_is_not_there_is_told_by_its_name(stack: Running, source: Any, reason: str) -> None:
-    """R27: by the create call or as the rollout's typed failure, never as a refused connection in an agent's log."""
-    try:
-        handle = await stack.ps.rollouts.create(
-            OK, "shell", mode=Mode.TRANSPARENT_PROXY, source=source, limits=Limits(prepare=5)
-        )
-    except PenstockError as error:
-        assert error.reason == reason
-        return
-    result = await handle.result()
-    assert result.failure is not None
-    assert result.failure.reason == reason
-    assert result.reward is None
+@pytest.mark.usefixtures("nothing_starts")
+async def test_a_model_source_that_is_not_there_is_refused_by_name(stack: Running, source: Any, reason: str) -> None:
+    """R27: by the create call, never as a refused connection in an agent's log or a rollout that fails later."""
+    with pytest.raises(PenstockError) as refused:
+        await stack.ps.rollouts.create(OK, "shell", mode=Mode.TRANSPARENT_PROXY, source=source)
+    assert refused.value.reason == reason
+
+
+async def test_a_group_of_a_model_that_cannot_be_reached_is_refused(stack: Running) -> None:
+    """R27: for groups alike, and in black box mode, where the gate itself never asks for a completion."""
+    source = Upstream(base_url="http://127.0.0.1:1/v1", api_key="k", model="m")
+    with pytest.raises(Unavailable) as refused:
+        await stack.ps.groups.create(OK, "shell", 2, mode=Mode.BLACK_BOX, source=source)
+    assert refused.value.reason == "UPSTREAM_UNREACHABLE"
+    assert "127.0.0.1:1" in str(refused.value)
 
 
 async def test_a_callers_endpoint_is_refused_where_the_operator_forbids_it(tmp_path: Path) -> None:
@@ -170,15 +173,9 @@ async def test_a_callers_endpoint_is_refused_where_the_operator_forbids_it(tmp_p
     forbidding = {"interception": {"caller_endpoints": False}}
     async with running(tmp_path, forbidding) as own:
         source = Upstream(base_url="http://127.0.0.1:9/v1", api_key="k", model="m")
-        try:
-            handle = await own.ps.rollouts.create(OK, "shell", mode=Mode.BLACK_BOX, source=source)
-        except PenstockError as error:
-            assert error.reason == "UPSTREAM_NOT_ALLOWED"
-        else:
-            failure = (await handle.result()).failure
-            assert failure is not None
-            assert failure.reason == "UPSTREAM_NOT_ALLOWED"
-            assert not failure.retriable
+        with pytest.raises(FailedPrecondition) as refused:
+            await own.ps.rollouts.create(OK, "shell", mode=Mode.BLACK_BOX, source=source)
+        assert refused.value.reason == "UPSTREAM_NOT_ALLOWED"
         assert [sandbox async for sandbox in own.ps.sandboxes.list()] == []
 
 

@@ -43,8 +43,12 @@ def judge(
 
 
 def failure_of(error: PenstockError, phase: Phase) -> Failure:
-    """An error of another service as a failure: infrastructure, retriable if the error itself is of passing kind."""
-    retriable = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or error.reason == "SANDBOX_LOST"
+    """An error of another service as a failure: infrastructure, retriable if the error itself is of passing kind.
+
+    An installer's error says by itself where no retry helps, such as a package that does not exist.
+    """
+    passing = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or error.reason == "SANDBOX_LOST"
+    retriable = passing and error.metadata.get("permanent") != "true"
     return Failure(Cause.INFRASTRUCTURE, error.reason, error.message, retriable, phase)
 
 

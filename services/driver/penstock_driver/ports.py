@@ -261,8 +261,9 @@ class CallEnded:
 class Gate(Protocol):
     """The interception service, as far as the driver uses it."""
 
-    async def check(self) -> None:
-        """Unavailable (INTERCEPTION_UNREACHABLE) if the service cannot be reached."""
+    async def check(self, terms: bytes) -> None:
+        """See that a rollout with these terms has a model (R27). Unavailable (INTERCEPTION_UNREACHABLE, and the gate's
+        INFERENCE_UNREACHABLE and UPSTREAM_UNREACHABLE); FailedPrecondition for a source that cannot be used."""
 
     async def open(self, order: GateOrder) -> GateOpening:
         """Open a rollout; from now on its agent may call."""

@@ -1,21 +1,22 @@
-"""What can be known before a rollout is started: that the services answer, and that the backend can do what is asked.
+"""What can be known before a rollout is started: that the services and the model's source answer, and that the backend
+can do what is asked.
 
 A shortfall is an error of the creating call, never a rollout that fails later for a reason that was known (R27, R46).
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Final
 
 from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.single_flight import SingleFlight
 from penstock_driver.ports import BackendFacts, Gate, Sandboxes
 from penstock_driver.rollouts import RolloutOrder
 from penstock_driver.specs import Delivery
 
 FRESH_S: Final = 2.0
-"""How long an answer of the other services is believed: a burst of creations asks once."""
+"""How long the sandbox service's answer is believed: a burst of creations asks once."""
 
 
 class Preflight:
@@ -24,20 +25,13 @@ class Preflight:
     def __init__(self, sandboxes: Sandboxes, gate: Gate) -> None:
         self._sandboxes = sandboxes
         self._gate = gate
-        self._lock = asyncio.Lock()
-        self._backends: Sequence[BackendFacts] = ()
-        self._until = 0.0
+        self._backends: SingleFlight[None, Sequence[BackendFacts]] = SingleFlight(fresh_s=FRESH_S)
 
     async def check(self, order: RolloutOrder) -> None:
-        """Unavailable (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE); FailedPrecondition (BACKEND_UNKNOWN,
-        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT)."""
-        async with self._lock:
-            now = asyncio.get_running_loop().time()
-            if now >= self._until:
-                self._backends = await self._sandboxes.backends()
-                await self._gate.check()
-                self._until = now + FRESH_S
-        check_backend(order, self._backends)
+        """Unavailable (SANDBOX_UNREACHABLE); FailedPrecondition (BACKEND_UNKNOWN, BACKEND_UNAVAILABLE,
+        CAPABILITY_MISSING, AGENT_NEEDS_ROOT); what `Gate.check` raises."""
+        check_backend(order, await self._backends.get(None, self._sandboxes.backends))
+        await self._gate.check(order.gate_terms)
 
 
 def check_backend(order: RolloutOrder, backends: Sequence[BackendFacts]) -> None:

@@ -1,18 +1,18 @@
 """What rollouts share: toolboxes installed and snapshots made once, whoever asks and however often.
 
-Invariants: concurrent requests for the same content share one piece of work (single-flight); a failure is given to
-those who waited for it and is not remembered; cancelling one who waits stops nothing while others wait, and the last
-one to leave stops the work. Snapshots are keyed by their whole order, so a group's rollouts share one by construction.
+Concurrent requests for the same content share one piece of work (`SingleFlight`). Snapshots are keyed by their whole
+order, so a group's rollouts share one by construction.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.single_flight import SingleFlight
 from penstock_driver.launches import check_command
 from penstock_driver.ports import (
     Command,
@@ -28,59 +28,6 @@ from penstock_driver.rollouts import TAIL_BYTES, Cause, Phase, RolloutOrder, fai
 
 CHECK_TIMEOUT_S: Final = 120.0
 """For an agent's check command: a native program's first start reads hundreds of megabytes."""
-
-KEPT: Final = 4096
-"""Prepared states that the driver remembers: the sandbox service finds older ones by their content."""
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-
-
-class SingleFlight(Generic[K, V]):
-    """Results of work by key; the work for a key runs once at a time, and its result is kept until forgotten.
-
-    At most `keep` results are kept, the newest ones: what was dropped is made again when it is asked for.
-    """
-
-    def __init__(self, keep: int = KEPT) -> None:
-        self._keep = keep
-        self._tasks: dict[K, asyncio.Task[V]] = {}
-        self._waiting: dict[K, int] = {}
-
-    async def get(self, key: K, work: Callable[[], Awaitable[V]]) -> V:
-        """The result of `work`, run now if nobody has."""
-        task = self._tasks.get(key)
-        if task is None:
-            task = self._tasks[key] = asyncio.ensure_future(_run(work))
-            task.add_done_callback(lambda done: self._drop_failed(key, done))
-            if len(self._tasks) > self._keep:
-                oldest = next((old for old, other in self._tasks.items() if other.done()), None)
-                if oldest is not None:
-                    del self._tasks[oldest]
-        self._waiting[key] = self._waiting.get(key, 0) + 1
-        try:
-            return await asyncio.shield(task)
-        finally:
-            self._waiting[key] -= 1
-            if not self._waiting[key]:
-                del self._waiting[key]
-                if not task.done():
-                    self._tasks.pop(key, None)
-                    task.cancel()
-
-    def forget(self, key: K) -> None:
-        """Drop a finished result, so that the next one who asks has the work done again."""
-        task = self._tasks.get(key)
-        if task is not None and task.done():
-            del self._tasks[key]
-
-    def _drop_failed(self, key: K, task: asyncio.Task[V]) -> None:
-        if (task.cancelled() or task.exception()) and self._tasks.get(key) is task:
-            del self._tasks[key]
-
-
-async def _run(work: Callable[[], Awaitable[V]]) -> V:
-    return await work()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,14 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Final
 
+from penstock_chassis.single_flight import SingleFlight
 from penstock_codec import Codec
 from penstock_codec.files import TokenizerFiles
 from penstock_interception.calls import ModelFacts
+
+LOADED_KEPT: Final = 32
 
 Key = tuple[str, str, str]
 FILE_NAMES = frozenset(
@@ -26,7 +30,7 @@ class CodecCache:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._pool = pool
-        self._loading: dict[Key, asyncio.Task[Codec]] = {}
+        self._loaded: SingleFlight[Key, Codec] = SingleFlight(keep=LOADED_KEPT)
         self.fetching = asyncio.Lock()
         """Held by whoever fetches files that are not here: the many rollouts of a first step fetch them once."""
         self._keeping = asyncio.Lock()
@@ -61,10 +65,7 @@ class CodecCache:
         return await self._load((facts.tokenizer_sha256, facts.template_sha256, facts.parser))
 
     async def _load(self, key: Key) -> Codec:
-        task = self._loading.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._loading[key] = asyncio.create_task(self._read(key))
-        return await asyncio.shield(task)
+        return await self._loaded.get(key, lambda: self._read(key))
 
     async def _read(self, key: Key) -> Codec:
         tokenizer, template, parser = key

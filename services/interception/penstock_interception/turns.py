@@ -19,7 +19,7 @@ import structlog
 from penstock_chassis.errors import PenstockError
 from penstock_codec import CodecError
 from penstock_codec.chat import Sampling
-from penstock_interception.calls import Answerer, Arrival, Call, Dialect, Opening, Rollout, RolloutState
+from penstock_interception.calls import Answerer, Arrival, Call, Dialect, Mode, Opening, Rollout, RolloutState, Source
 from penstock_interception.clock import Clock
 from penstock_interception.completions import Completion, Failure
 from penstock_interception.conversation import Conversation
@@ -28,7 +28,7 @@ from penstock_interception.graph import Plan
 from penstock_interception.ports import Recorded, Rejection
 from penstock_interception.requests import ChatRequest
 from penstock_interception.sampling import with_max_tokens
-from penstock_interception.sources.base import ModelSource, Resolved, SourceError
+from penstock_interception.sources.base import Resolved, SourceError
 from penstock_interception.sources.registry import Sources
 from penstock_interception.store import CallStore, StoredRollout
 
@@ -70,6 +70,10 @@ class Turns:
 
     # Rollouts --------------------------------------------------------------------------------------------------------
 
+    async def check(self, mode: Mode, source: Source, caller_key: str | None) -> Resolved:
+        """What a rollout with this source would get. Raises what Sources.resolve raises."""
+        return await self._sources.resolve(mode, source, caller_key, "")
+
     async def open(self, opening: Opening, caller_key: str | None) -> Rollout:
         """Opens a rollout whose source was seen to answer. Idempotent by request id.
 
@@ -78,8 +82,7 @@ class Turns:
         before = self.gate.find_opening(opening)
         if before is not None:
             return await self.gate.open(opening, caller_key=caller_key)
-        source = self._sources.source(opening, caller_key)
-        resolved = await self._sources.resolve(opening, source)
+        resolved = await self._sources.resolve(opening.mode, opening.source, caller_key, opening.model_name)
         if opening.rollout_id not in self._conversations:  # a twin of this request may have come first
             self._conversations[opening.rollout_id] = self._conversation(opening, resolved)
         try:
@@ -252,7 +255,7 @@ class Turns:
     async def _ask_source(self, call: Call) -> None:
         rollout = call.rollout
         try:
-            source: ModelSource = self._sources.source(rollout.opening, rollout.caller_key)
+            source = self._sources.source(rollout.opening.mode, rollout.opening.source, rollout.caller_key)
             completion = await source.complete(call)
             outcome = await self.gate.answers.settle(call, completion, answerer=source.answerer)
         except SourceError as error:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from google.protobuf.struct_pb2 import Struct
 from tests.integration.driver.stack import TOKEN, Stack
+from tests.support.upstream import vendor
 
 from penstock.driver.v1 import (
     agent_pb2,
@@ -210,12 +211,13 @@ async def test_what_is_kept_and_shown_has_no_secret_and_no_content(
     command = process_service_pb2.Command(shell="true", secret_env={"TOKEN": secret})
     spec.task.setup.append(command)
     spec.task.files.add(path="big.txt", content=b"content of a file")
-    spec.source.upstream.caller.base_url = "http://127.0.0.1:9/v1"
     spec.source.upstream.caller.api_key = secret
-    request = rollout_service_pb2.CreateRolloutRequest(request_id="secret", spec=spec)
-    created = (await rollouts.CreateRollout(request)).rollout
-    cancel = rollout_service_pb2.CancelRolloutRequest(rollout_id=created.rollout_id)
-    ended = (await rollouts.CancelRollout(cancel)).rollout
+    async with vendor() as upstream:
+        spec.source.upstream.caller.base_url = upstream.base_url
+        request = rollout_service_pb2.CreateRolloutRequest(request_id="secret", spec=spec)
+        created = (await rollouts.CreateRollout(request)).rollout
+        cancel = rollout_service_pb2.CancelRolloutRequest(rollout_id=created.rollout_id)
+        ended = (await rollouts.CancelRollout(cancel)).rollout
     assert ended.spec.task.setup[0].secret_env == {"TOKEN": ""}
     assert ended.spec.limits.agent.seconds == 900
     journal = stack.directory / "driver"

@@ -165,6 +165,18 @@ async def test_whatever_fails_after_a_sandbox_exists_everything_is_released(driv
     assert driver.gate.closed.keys() >= driver.gate.opened.keys()
 
 
+@pytest.mark.parametrize(("permanent", "retriable"), [("true", False), ("false", True)])
+async def test_an_installation_that_no_retry_helps_is_a_failure_for_good(
+    driver: Driver, permanent: str, retriable: bool
+) -> None:
+    """R56: a package that does not exist is not tried again and again."""
+    error = Unavailable("no", reason="INSTALL_FAILED", metadata={"permanent": permanent})
+    driver.sandboxes.fail["prepare_toolbox"] = [error]
+    outcome = await driver.outcome(await driver.start(driver.order()))
+    assert failure(outcome) == ("INFRASTRUCTURE", "INSTALL_FAILED")
+    assert outcome.failure.retriable is retriable
+
+
 async def test_the_lines_of_an_installation_that_fails_are_events_of_the_rollout(driver: Driver) -> None:
     """R56"""
     driver.sandboxes.installation = ["attempt 1", "npm install failed"]

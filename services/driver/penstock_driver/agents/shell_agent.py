@@ -16,7 +16,8 @@ CONFIG.json is an object; a key that is not listed here is refused:
     temperature, max_tokens, seed    sent when present.
     command_timeout_s  limit of one command, default 120; its whole process group is then killed.
     request_timeout_s  longest silence on one model call, default 3600 (a call may wait at a gate).
-    max_retries        default 4; a retry repeats the request's Idempotency-Key, so it never is a second call.
+    max_retries        default 7, some 30 s: a gate that restarts is back by then. A retry repeats the request's
+                       Idempotency-Key, so it never is a second call.
     max_output_bytes   of a command's output given to the model, default 16384 (the middle is left out).
 
 Standard output has one JSON object a line:
@@ -62,7 +63,7 @@ DEFAULTS: "dict[str, Any]" = {
     "seed": 0,
     "command_timeout_s": 120.0,
     "request_timeout_s": 3600.0,
-    "max_retries": 4,
+    "max_retries": 7,
     "max_output_bytes": 16384,
 }
 REQUIRED = ("base_url", "key", "model", "instruction_file")

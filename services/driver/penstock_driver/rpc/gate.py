@@ -17,7 +17,8 @@ from penstock_driver.ports import CallEnded, GateClosing, GateOpening, GateOrder
 from penstock_driver.rpc.values import DIALECTS, dialect_from_proto
 
 CALL_S: Final = 60.0
-_PROBE_S: Final = 5.0
+_PROBE_S: Final = 30.0
+"""Longer than the gate asks a model's source itself: its error says more than a deadline."""
 _RETRY_FIRST_S: Final = 0.2
 _RETRY_MOST_S: Final = 10.0
 _ENDED: Final = frozenset(
@@ -37,13 +38,18 @@ class GrpcGate:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._gate = rollout_gate_service_pb2_grpc.RolloutGateServiceStub(channel)
 
-    async def check(self) -> None:
+    async def check(self, terms: bytes) -> None:
         """See ports.Gate."""
+        order = rollout_gate_service_pb2.OpenRolloutRequest.FromString(terms)
+        request = rollout_gate_service_pb2.CheckSourceRequest(mode=order.mode)
+        if order.HasField("source"):
+            request.source.CopyFrom(order.source)
         try:
             with typed_errors():
-                request = rollout_gate_service_pb2.ListRolloutsRequest(page_size=1, open_only=True)
-                await self._gate.ListRollouts(request, timeout=_PROBE_S)
+                await self._gate.CheckSource(request, timeout=_PROBE_S)
         except Unavailable as error:
+            if not error.reason.startswith("TRANSPORT_"):
+                raise
             message = f"the interception service cannot be reached: {error.message}"
             raise Unavailable(message, reason="INTERCEPTION_UNREACHABLE", retry_after_s=1.0) from error
 

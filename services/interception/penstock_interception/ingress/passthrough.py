@@ -70,7 +70,7 @@ class Passthrough:
 
     async def forward(self, request: web.Request, rollout: Rollout, path: str) -> web.StreamResponse:
         """One request there and its answer back, streamed as it comes."""
-        source = self._sources.source(rollout.opening, rollout.caller_key)
+        source = self._sources.source(rollout.opening.mode, rollout.opening.source, rollout.caller_key)
         if not isinstance(source, UpstreamSource):
             raise BadRequest("This rollout has no endpoint.", None, "no_upstream")
         if request.method not in ("GET", "POST") or not _OFFERED.fullmatch(path):

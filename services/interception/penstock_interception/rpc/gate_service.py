@@ -21,6 +21,7 @@ from penstock_interception.calls import (
     CallerUpstream,
     Dialect,
     InferenceRef,
+    Mode,
     NamedUpstream,
     Opening,
     PolicyBounds,
@@ -59,6 +60,13 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         self._dialects = {dialect.dialect: dialect for dialect in dialects}
         self._ingress_address = ingress_address
         self._stopping = stopping
+
+    async def CheckSource(  # noqa: N802
+        self, request: pb.CheckSourceRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.CheckSourceResponse:
+        source, caller_key = _source_from(request.source)
+        resolved = await self._turns.check(_mode_from(request.mode), source, caller_key)
+        return pb.CheckSourceResponse(model_name=resolved.facts.model)
 
     async def OpenRollout(  # noqa: N802
         self, request: pb.OpenRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -164,9 +172,7 @@ def opening_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCod
     """The opening and the caller's key. Raises InvalidArgument that names the field."""
     for name, value in (("request_id", request.request_id), ("rollout_id", request.rollout_id)):
         check_id(name, value)
-    mode = _MODES.get(request.mode)
-    if mode is None:
-        raise convert.invalid("mode", "unspecified")
+    mode = _mode_from(request.mode)
     if len(request.labels) > MAX_LABELS:
         raise convert.invalid("labels", f"at most {MAX_LABELS}")
     dialects = []
@@ -175,7 +181,7 @@ def opening_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCod
         if dialect is None or dialect not in known:
             raise convert.invalid(f"dialects[{index}]", "not spoken here")
         dialects.append(dialect)
-    source, caller_key = _source_from(request)
+    source, caller_key = _source_from(request.source)
     hints = request.hints
     override = convert.sampling_from(request.sampling_override) if request.HasField("sampling_override") else Sampling()
     opening = Opening(
@@ -228,8 +234,14 @@ def _position(rollout: Rollout) -> str:
     return rollout.id
 
 
-def _source_from(request: pb.OpenRolloutRequest) -> tuple[Source, str | None]:
-    source: interception_pb2.ModelSource = request.source
+def _mode_from(value: interception_pb2.Mode.ValueType) -> Mode:
+    mode = _MODES.get(value)
+    if mode is None:
+        raise convert.invalid("mode", "unspecified")
+    return mode
+
+
+def _source_from(source: interception_pb2.ModelSource) -> tuple[Source, str | None]:
     match source.WhichOneof("source"):
         case "upstream":
             upstream = source.upstream

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.single_flight import SingleFlight
 from penstock_codec import Codec, CodecError
 from penstock_codec.files import TokenizerFiles
 from penstock_interception.calls import (
@@ -20,13 +22,15 @@ from penstock_interception.calls import (
     Mode,
     ModelFacts,
     NamedUpstream,
-    Opening,
+    Source,
     TokenizerRef,
 )
 from penstock_interception.codecs import CodecCache
 from penstock_interception.completions import Completion
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
 from penstock_interception.sources.upstream import UpstreamSource
+
+FRESH_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +61,24 @@ class Sources:
         self._upstreams = upstreams
         self._tokenizers = tokenizers
         self._caller_endpoints = caller_endpoints
+        self._resolved: SingleFlight[tuple[Source, str | None, str], Resolved] = SingleFlight(fresh_s=FRESH_S)
 
-    def source(self, opening: Opening, caller_key: str | None) -> ModelSource:
-        """The source that a rollout names.
+    def source(self, mode: Mode, ref: Source, caller_key: str | None) -> ModelSource:
+        """The source that a rollout in this mode names.
 
         Raises FailedPrecondition: INFERENCE_UNKNOWN, UPSTREAM_UNKNOWN, UPSTREAM_NOT_ALLOWED, TOKENIZER_UNKNOWN,
         SOURCE_UNSUITABLE; InvalidArgument for an address that is none.
         """
-        match opening.source:
+        match ref:
             case InferenceRef(name, adapter):
-                if opening.mode is Mode.BLACK_BOX:
+                if mode is Mode.BLACK_BOX:
                     raise FailedPrecondition("Black box mode needs an upstream.", reason="SOURCE_UNSUITABLE")
                 make = self._inference.get(name or "default")
                 if make is None:
                     raise FailedPrecondition("No inference service of this name.", reason="INFERENCE_UNKNOWN")
                 return make(adapter)
             case TokenizerRef(name):
-                if opening.mode is not Mode.INTERCEPTION_GATE:
+                if mode is not Mode.INTERCEPTION_GATE:
                     raise FailedPrecondition("A tokenizer answers no calls.", reason="SOURCE_UNSUITABLE")
                 path = self._tokenizers.get(name)
                 if path is None:
@@ -92,10 +97,14 @@ class Sources:
                 check_url(base_url)
                 return UpstreamSource(self._http, base_url, caller_key or None, model, shown=base_url)
 
-    async def resolve(self, opening: Opening, source: ModelSource) -> Resolved:
-        """Sees that the source answers, and what it serves. Raises PenstockError."""
+    async def resolve(self, mode: Mode, ref: Source, caller_key: str | None, asked_model: str) -> Resolved:
+        """Sees that the source answers, and what it serves; what was seen up to 2 s ago is shared.
+
+        Raises what `source` raises, and PenstockError.
+        """
+        source = self.source(mode, ref, caller_key)
         try:
-            return await source.resolve(opening.model_name)
+            return await self._resolved.get((ref, caller_key, asked_model), lambda: source.resolve(asked_model))
         except CodecError as error:
             raise FailedPrecondition(
                 f"The model's tokenizer cannot be used: {error}", reason="TEMPLATE_UNSUPPORTED"

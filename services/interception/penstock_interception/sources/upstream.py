@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 import structlog
 
-from penstock_chassis.errors import Unavailable
+from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_codec.chat import FinishReason, Message, ReasoningPart, Role, TextPart, ToolCallPart, Usage
 from penstock_interception.calls import Answerer, Call, ModelFacts
 from penstock_interception.completions import Completion, Tokens
@@ -76,9 +76,9 @@ class UpstreamSource(ModelSource):
                 retry_after_s=5.0,
             ) from error
         if status in (401, 403):
-            raise Unavailable(
+            raise FailedPrecondition(
                 f"The upstream {self._shown} refuses its key (HTTP {status}): check the key and whom it is for.",
-                reason="UPSTREAM_UNREACHABLE",
+                reason="UPSTREAM_KEY_REFUSED",
             )
         return Resolved(ModelFacts(model=self._model or asked_model, tells_tokens=_tells_tokens(listed)), None)
 

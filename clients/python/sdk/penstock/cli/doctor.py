@@ -55,6 +55,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Findings as JSO
         sys.stdout.write(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
         table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
         for finding in findings:
             mark = "[green]OK[/]" if finding.ok else "[red]missing[/]" if finding.required else "[yellow]missing[/]"
             advice = f"\n[dim]{escape(finding.advice)}[/]" if finding.advice else ""

@@ -41,6 +41,8 @@ _OPTIONS: Final = (
 )
 
 _ATTEMPTS: Final = 5
+_PATIENCE_S: Final = 10.0
+"""No attempt is begun later than this: whoever asks hears soon that a service is away."""
 
 
 class Backoff:
@@ -88,12 +90,13 @@ class Service:
             method: of a stub.
             request: its request.
             timeout: seconds for each attempt; None = no limit.
-            repeatable: whether UNAVAILABLE may be answered by trying again.
+            repeatable: whether UNAVAILABLE may be answered by trying again, for ten seconds at most.
 
         Raises:
             PenstockError: what the service answered with.
         """
-        backoff = Backoff()
+        backoff, loop = Backoff(), asyncio.get_running_loop()
+        until = loop.time() + _PATIENCE_S
         for attempt in range(_ATTEMPTS if repeatable else 1):
             try:
                 answer: A = await method(request, timeout=timeout, metadata=self.metadata)
@@ -102,7 +105,10 @@ class Service:
                 error = from_rpc_error(failure, self.peer)
                 if not (repeatable and isinstance(error, Unavailable) and attempt + 1 < _ATTEMPTS):
                     raise error from None
-            await asyncio.sleep(backoff.next(error))
+            delay = backoff.next(error)
+            if loop.time() + delay > until:
+                raise error
+            await asyncio.sleep(delay)
         raise AssertionError("the last attempt returns or raises")
 
     async def stream(

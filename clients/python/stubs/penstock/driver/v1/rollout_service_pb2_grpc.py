@@ -129,14 +129,13 @@ class RolloutServiceServicer(object):
 
     def CreateRollout(self, request, context):
         """Starts a rollout and answers at once. What can be known beforehand is checked beforehand: spec, options, capabilities of
-        the backend, reachability of gate and sandbox service. What the gate finds when the rollout is opened there (its model source
-        is not reachable or not allowed) is a Failure in PREPARING with the gate's own reason.
+        the backend, reachability of gate, sandbox service and model source.
 
         Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
         (REQUEST_ID_REUSED).
         Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
         BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo).
+        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,14 +39,13 @@ class RolloutServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     CreateRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateRolloutRequest, _rollout_service_pb2.CreateRolloutResponse]
     """Starts a rollout and answers at once. What can be known beforehand is checked beforehand: spec, options, capabilities of
-    the backend, reachability of gate and sandbox service. What the gate finds when the rollout is opened there (its model source
-    is not reachable or not allowed) is a Failure in PREPARING with the gate's own reason.
+    the backend, reachability of gate, sandbox service and model source.
 
     Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
     (REQUEST_ID_REUSED).
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
     BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo).
+    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
     """
     GetRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]
     """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
@@ -110,14 +109,13 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CreateRolloutRequest, _rollout_service_pb2.CreateRolloutResponse]  # type: ignore[assignment]
     """Starts a rollout and answers at once. What can be known beforehand is checked beforehand: spec, options, capabilities of
-    the backend, reachability of gate and sandbox service. What the gate finds when the rollout is opened there (its model source
-    is not reachable or not allowed) is a Failure in PREPARING with the gate's own reason.
+    the backend, reachability of gate, sandbox service and model source.
 
     Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
     (REQUEST_ID_REUSED).
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
     BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo).
+    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
     """
     GetRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]  # type: ignore[assignment]
     """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
@@ -184,14 +182,13 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.CreateRolloutResponse, _abc.Awaitable[_rollout_service_pb2.CreateRolloutResponse]]:
         """Starts a rollout and answers at once. What can be known beforehand is checked beforehand: spec, options, capabilities of
-        the backend, reachability of gate and sandbox service. What the gate finds when the rollout is opened there (its model source
-        is not reachable or not allowed) is a Failure in PREPARING with the gate's own reason.
+        the backend, reachability of gate, sandbox service and model source.
 
         Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
         (REQUEST_ID_REUSED).
         Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
         BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo).
+        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
         """
 
     @_abc_1.abstractmethod

@@ -47,6 +47,55 @@ GATE_ROLLOUT_STATE_CLOSED: GateRolloutState.ValueType  # 3
 Global___GateRolloutState: _TypeAlias = GateRolloutState  # noqa: Y015
 
 @_typing.final
+class CheckSourceRequest(_message.Message):
+    """See CheckSource."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    mode: _interception_pb2.Mode.ValueType
+    @_builtins.property
+    def source(self) -> _interception_pb2.ModelSource:
+        """Unset = the default inference service."""
+
+    def __init__(
+        self,
+        *,
+        mode: _interception_pb2.Mode.ValueType = ...,
+        source: _interception_pb2.ModelSource | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckSourceRequest: _TypeAlias = CheckSourceRequest  # noqa: Y015
+
+@_typing.final
+class CheckSourceResponse(_message.Message):
+    """See CheckSource."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    model_name: _builtins.str
+    """What the source calls its model; empty = it does not say."""
+    def __init__(
+        self,
+        *,
+        model_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_name", b"model_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckSourceResponse: _TypeAlias = CheckSourceResponse  # noqa: Y015
+
+@_typing.final
 class OpenRolloutRequest(_message.Message):
     """See OpenRollout."""
 

@@ -38,6 +38,11 @@ class RolloutGateServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.CheckSource = channel.unary_unary(
+                '/penstock.interception.v1.RolloutGateService/CheckSource',
+                request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.CheckSourceRequest.SerializeToString,
+                response_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.CheckSourceResponse.FromString,
+                _registered_method=True)
         self.OpenRollout = channel.unary_unary(
                 '/penstock.interception.v1.RolloutGateService/OpenRollout',
                 request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.OpenRolloutRequest.SerializeToString,
@@ -82,14 +87,23 @@ class RolloutGateServiceServicer(object):
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
 
+    def CheckSource(self, request, context):
+        """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
+        order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
+        Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
+        UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenRollout(self, request, context):
         """Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
         is down is an error here and not in an agent's log (R27).
 
         Idempotent by request_id; the token is the same in a repeated answer.
-        Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE),
-        FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED, UPSTREAM_UNKNOWN, INFERENCE_UNKNOWN, TEMPLATE_UNSUPPORTED),
-        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo).
+        Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
+        with RetryInfo).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,6 +159,11 @@ class RolloutGateServiceServicer(object):
 
 def add_RolloutGateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'CheckSource': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckSource,
+                    request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.CheckSourceRequest.FromString,
+                    response_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.CheckSourceResponse.SerializeToString,
+            ),
             'OpenRollout': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenRollout,
                     request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.OpenRolloutRequest.FromString,
@@ -194,6 +213,33 @@ class RolloutGateService(object):
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING) with RetryInfo.
     """
+
+    @staticmethod
+    def CheckSource(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.interception.v1.RolloutGateService/CheckSource',
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.CheckSourceRequest.SerializeToString,
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.CheckSourceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def OpenRollout(request,

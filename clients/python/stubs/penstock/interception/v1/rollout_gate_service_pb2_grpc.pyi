@@ -37,14 +37,19 @@ class RolloutGateServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutGateServiceAsyncStub: ...
+    CheckSource: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CheckSourceRequest, _rollout_gate_service_pb2.CheckSourceResponse]
+    """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
+    order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
+    Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
+    UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED).
+    """
     OpenRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.OpenRolloutRequest, _rollout_gate_service_pb2.OpenRolloutResponse]
     """Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
     is down is an error here and not in an agent's log (R27).
 
     Idempotent by request_id; the token is the same in a repeated answer.
-    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE),
-    FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED, UPSTREAM_UNKNOWN, INFERENCE_UNKNOWN, TEMPLATE_UNSUPPORTED),
-    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo).
+    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
+    with RetryInfo).
     """
     CloseRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CloseRolloutRequest, _rollout_gate_service_pb2.CloseRolloutResponse]
     """Closes a rollout: its token is void, its open calls are CANCELLED, those who watch or hold its calls are told. The
@@ -76,14 +81,19 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    CheckSource: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CheckSourceRequest, _rollout_gate_service_pb2.CheckSourceResponse]  # type: ignore[assignment]
+    """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
+    order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
+    Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
+    UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED).
+    """
     OpenRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.OpenRolloutRequest, _rollout_gate_service_pb2.OpenRolloutResponse]  # type: ignore[assignment]
     """Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
     is down is an error here and not in an agent's log (R27).
 
     Idempotent by request_id; the token is the same in a repeated answer.
-    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE),
-    FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED, UPSTREAM_UNKNOWN, INFERENCE_UNKNOWN, TEMPLATE_UNSUPPORTED),
-    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo).
+    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
+    with RetryInfo).
     """
     CloseRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CloseRolloutRequest, _rollout_gate_service_pb2.CloseRolloutResponse]  # type: ignore[assignment]
     """Closes a rollout: its token is void, its open calls are CANCELLED, those who watch or hold its calls are told. The
@@ -114,6 +124,18 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
     """
 
     @_abc_1.abstractmethod
+    def CheckSource(
+        self,
+        request: _rollout_gate_service_pb2.CheckSourceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_gate_service_pb2.CheckSourceResponse, _abc.Awaitable[_rollout_gate_service_pb2.CheckSourceResponse]]:
+        """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
+        order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
+        Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
+        UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED).
+        """
+
+    @_abc_1.abstractmethod
     def OpenRollout(
         self,
         request: _rollout_gate_service_pb2.OpenRolloutRequest,
@@ -123,9 +145,8 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         is down is an error here and not in an agent's log (R27).
 
         Idempotent by request_id; the token is the same in a repeated answer.
-        Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE),
-        FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED, UPSTREAM_UNKNOWN, INFERENCE_UNKNOWN, TEMPLATE_UNSUPPORTED),
-        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo).
+        Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
+        with RetryInfo).
         """
 
     @_abc_1.abstractmethod
