@@ -7,6 +7,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -34,14 +35,15 @@ def main() -> None:
     print(", ".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
     sections: list[report.Section] = []
     for name in given.names or BENCHMARKS:
-        began = time.perf_counter()
+        before, began = report.pace(), time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as place:
             # Sandboxes are other users, and what is staged for them lies below.
             Path(place).chmod(0o755)
             made = asyncio.run(BENCHMARKS[name](Path(place)))
-        sections += made
+        took, pace = time.perf_counter() - began, (round(before, 1), round(report.pace(), 1))
+        sections += (replace(section, pace_ms=pace) for section in made)
         print(*("", *made), sep="\n", flush=True)
-        print(f"  ({name}: {time.perf_counter() - began:.0f} s)", flush=True)
+        print(f"  ({name}: {took:.0f} s; a million additions took {pace[0]} ms before, {pace[1]} ms after)", flush=True)
     out = given.out or Path("runs/bench") / f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     report.write(out, facts, sections)
     print(f"\nkept in {out}")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -24,10 +25,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The figures of one benchmark."""
+    """The figures of one benchmark; `pace_ms` is `pace` before and after it."""
 
     title: str
     rows: Sequence[Row]
+    pace_ms: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         names = max(len(row.name) for row in self.rows)
@@ -63,6 +65,17 @@ def machine() -> dict[str, object]:
         "load_1min": round(os.getloadavg()[0], 2),
         "root": os.geteuid() == 0,
     }
+
+
+def pace() -> float:
+    """Milliseconds of a fixed loop, the best of three: a machine that others share is not equally fast all the time."""
+    times = []
+    for _ in range(3):
+        began, total = time.perf_counter(), 0
+        for number in range(1_000_000):
+            total += number
+        times.append(time.perf_counter() - began)
+    return 1e3 * min(times)
 
 
 def write(path: Path, facts: dict[str, object], sections: Sequence[Section]) -> None:
