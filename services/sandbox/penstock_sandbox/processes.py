@@ -143,6 +143,8 @@ class Processes:
             await process.aclose()
 
     async def _make_room(self) -> None:
+        if len(self._known) < min(_KEPT, _RUNNING_LIMIT):
+            return
         ended = [key for key, process in self._known.items() if process.exit is not None]
         if len(self._known) - len(ended) >= _RUNNING_LIMIT:
             raise ResourceExhausted(
