@@ -1,0 +1,336 @@
+"""The keeper of one process: its parent, the adopter of all that descends from it, and what kills them.
+
+Purpose: a process that leaves its group and its session (a daemon) is still its keeper's descendant, because the keeper
+is a child subreaper. So the whole tree can be killed without control groups and without privileges.
+
+Invariants
+- What became of the program's execution is told before its exit, which is told at most once; each order is answered.
+- It is forked ahead of its program where nobody inside may touch it: what waits holds nothing of the workload's yet.
+- It ends by itself when nothing of the tree is left, and kills the tree when its attendant ends.
+- It is told apart from the tree: it runs as the attendant's user, not the workload's, and ignores no order.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import termios
+import time
+from typing import Dict, List, NoReturn, Sequence, Set, Tuple
+
+from penstock_sandbox.attendant import frames, system
+
+_KILL_DEADLINE_S = 10.0
+_KILL_PAUSE_MS = 2
+# An out-of-memory kill should hit what an agent runs before it hits what serves it.
+_OOM_SCORE = b"500"
+STATUS_LIMIT = 4096
+_ORDER_LIMIT = 4096
+_WHAT_LIMIT = 500
+_RECEIVE = 256 * 1024
+_LENGTH = struct.Struct("!I")
+_NOT_EXECUTED = 127
+_RESET_SIGNALS = (
+    signal.SIGPIPE,
+    signal.SIGXFSZ,
+    signal.SIGCHLD,
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+)
+
+
+class Keeper:
+    """A keeper that was forked, as its attendant holds it: waiting for its program until ``execute``.
+
+    ``control`` carries orders and answers; ``status`` brings what stopped the program's execution, or just its end.
+    """
+
+    def __init__(self, workload: system.Workload) -> None:
+        """Fork. Raises OSError when that is not possible."""
+        self.control, control_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._feed, feed_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.status, told = os.pipe()
+        try:
+            if os.fork() == 0:
+                _keep(control_end, feed_end, told, workload)
+        except OSError:
+            self.control.close()
+            self._feed.close()
+            os.close(self.status)
+            raise
+        finally:
+            control_end.close()
+            feed_end.close()
+            os.close(told)
+
+    def alive(self) -> bool:
+        """Whether it still waits."""
+        try:
+            self.control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False  # it says something although nothing was asked, or it has ended
+
+    def execute(
+        self, argv: Sequence[str], env: Dict[str, str], cwd: str, descriptors: Tuple[int, int, int], terminal: bool
+    ) -> None:
+        """Give it its program, once; ``descriptors`` are the three standard ones. Raises OSError when it has ended."""
+        text = frames.pack_message({"argv": argv, "env": env, "cwd": cwd, "terminal": terminal})
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        try:
+            self._feed.sendmsg([_LENGTH.pack(len(text))], rights)
+            self._feed.sendall(text)
+        finally:
+            self._feed.close()
+
+
+class _NotExecuted(Exception):
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(what)
+        self.errno = number
+        self.what = what
+
+
+def _keep(control: socket.socket, feed: socket.socket, told: int, workload: system.Workload) -> NoReturn:
+    code = 71
+    try:
+        close_others({0, 1, 2, control.fileno(), feed.fileno(), told, *workload.held})
+        system.set_name("keeper")
+        _Keeping(control).run(feed, told, workload)
+        code = 0
+    except OSError as error:
+        _write(told, {"errno": error.errno or errno.EIO, "what": str(error)})
+    finally:
+        os._exit(code)
+
+
+class _Keeping:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._first = 0
+        self._first_runs = True
+
+    def run(self, feed: socket.socket, told: int, workload: system.Workload) -> None:
+        system.become_subreaper()
+        woken, wake = socket.socketpair()
+        woken.setblocking(False)
+        wake.setblocking(False)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._first = os.fork()
+        if self._first == 0:
+            _execute(feed, told, workload)
+        # Only the child holds it now: it ends when the program runs.
+        os.close(told)
+        feed.close()
+        for descriptor in workload.held:
+            os.close(descriptor)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(woken, select.POLLIN)
+        while self._reap():
+            for descriptor, _ in poll.poll():
+                if descriptor == woken.fileno():
+                    _empty(woken)
+                else:
+                    order = self._control.recv(_ORDER_LIMIT)
+                    if not order:
+                        self._kill_tree()
+                        return
+                    self._obey(frames.parse_message(order))
+        _tell(self._control, {"empty": True})
+
+    def _obey(self, order: frames.Message) -> None:
+        answer: frames.Message = {"answer": order["order"]}
+        if "signal" in order:
+            try:
+                if self._first_runs:
+                    os.killpg(self._first, order["signal"])
+            except OSError as error:
+                answer.update(errno=error.errno, what=str(error))
+        else:
+            left = self._kill_tree()
+            if left:
+                what = "%d processes outlived %d s of SIGKILL" % (left, _KILL_DEADLINE_S)
+                answer.update(errno=errno.ETIMEDOUT, what=what)
+        _tell(self._control, answer)
+
+    def _reap(self) -> bool:
+        """Take in what has ended; answers whether anything of the tree is left."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self._first:
+                self._first_runs = False
+                # Until it ran its program it was a copy of this process, and that counts: at or under this process's
+                # own peak the figure says nothing.
+                floor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                ended = {
+                    "exit": status,
+                    "cpu_s": usage.ru_utime + usage.ru_stime,
+                    "peak_bytes": usage.ru_maxrss * 1024 if usage.ru_maxrss > floor else None,
+                }
+                _tell(self._control, ended)
+
+    def _kill_tree(self) -> int:
+        """Kill until nothing is left; answers how many were, after the deadline."""
+        deadline = time.monotonic() + _KILL_DEADLINE_S
+        pause = select.poll()
+        while self._reap():
+            found = _descendants(os.getpid())
+            for pid in found:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except (ProcessLookupError, PermissionError):
+                    continue  # it ended meanwhile, or has another user's rights: the deadline tells
+            if time.monotonic() > deadline:
+                return len(found)
+            pause.poll(_KILL_PAUSE_MS)
+        return 0
+
+
+def _descendants(root: int) -> List[int]:
+    """Every process below ``root``, dead ones included: a dead first thread may leave others running."""
+    children: Dict[int, List[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open("/proc/%s/stat" % name, "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except (OSError, IndexError):
+                continue  # it ended meanwhile
+            children.setdefault(parent, []).append(int(name))
+    found: List[int] = []
+    pending = [root]
+    while pending:
+        below = children.pop(pending.pop(), [])
+        found += below
+        pending += below
+    return found
+
+
+def _execute(feed: socket.socket, told: int, workload: system.Workload) -> NoReturn:
+    try:
+        for number in _RESET_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        os.setsid()
+        _prefer_for_oom()
+        workload.approach()
+        program, descriptors = _receive(feed)
+        for standard, descriptor in enumerate(descriptors):
+            # None of them is 0, 1 or 2: those were open all the time.
+            os.dup2(descriptor, standard)
+        if program["terminal"]:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        workload.become()
+        argv, env = program["argv"], program["env"]
+        try:
+            os.chdir(program["cwd"])
+        except OSError as error:
+            raise _NotExecuted(error.errno or errno.EIO, "working directory: %s" % error.strerror) from error
+        os.execve(_find(argv[0], env.get("PATH", "")), argv, env)
+    except _NotExecuted as failure:
+        _write(told, {"errno": failure.errno, "what": failure.what, "failed": True})
+    except OSError as error:
+        _write(told, {"errno": error.errno or errno.EIO, "what": error.strerror or str(error), "failed": True})
+    except ValueError as error:
+        _write(told, {"errno": errno.EINVAL, "what": str(error), "failed": True})
+    finally:
+        os._exit(_NOT_EXECUTED)
+
+
+def _receive(feed: socket.socket) -> Tuple[frames.Message, List[int]]:
+    """Wait for the program; the end of the attendant ends the waiting."""
+    descriptors = array.array("i")
+    head, ancillary, _, _ = feed.recvmsg(
+        _LENGTH.size, socket.CMSG_LEN(3 * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    if len(head) < _LENGTH.size:
+        os._exit(0)
+    for _, _, data in ancillary:
+        descriptors.frombytes(data)
+    (length,) = _LENGTH.unpack(head)
+    text = bytearray()
+    while len(text) < length:
+        part = feed.recv(min(_RECEIVE, length - len(text)))
+        if not part:
+            os._exit(0)
+        text += part
+    return frames.parse_message(bytes(text)), list(descriptors)
+
+
+def _prefer_for_oom() -> None:
+    try:
+        descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+    except OSError:
+        return  # no /proc, or a reduced one: the kernel then chooses as it likes
+    try:
+        os.write(descriptor, _OOM_SCORE)
+    except OSError:
+        pass  # it stands higher already
+    finally:
+        os.close(descriptor)
+
+
+def _find(program: str, path: str) -> str:
+    if "/" in program:
+        return program
+    denied = False
+    for folder in path.split(":"):
+        candidate = os.path.join(folder or ".", program)
+        if os.access(candidate, os.X_OK):
+            if not os.path.isdir(candidate):
+                return candidate
+        elif os.path.exists(candidate):
+            denied = True
+    if denied:
+        raise _NotExecuted(errno.EACCES, "%s: not executable" % program)
+    raise _NotExecuted(errno.ENOENT, "%s: not found in PATH" % program)
+
+
+def close_others(kept: Set[int]) -> None:
+    """Close every descriptor but ``kept``: a copy in here would keep another process's pipe open."""
+    try:
+        held = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        held = list(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+    for descriptor in held:
+        if descriptor not in kept:
+            try:
+                os.close(descriptor)
+            except OSError:
+                continue  # the listing's own
+
+
+def _empty(woken: socket.socket) -> None:
+    try:
+        woken.recv(4096)
+    except BlockingIOError:
+        return
+
+
+def _tell(control: socket.socket, message: frames.Message) -> None:
+    try:
+        control.send(frames.pack_message(message))
+    except OSError:
+        return  # the attendant has ended; the tree is killed next
+
+
+def _write(told: int, message: frames.Message) -> None:
+    message["what"] = message["what"][:_WHAT_LIMIT]
+    os.write(told, frames.pack_message(message))
