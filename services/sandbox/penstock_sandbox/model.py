@@ -112,6 +112,7 @@ class Capabilities:
     diff: bool = False
     toolboxes: bool = False
     kill_tree: bool = False
+    live_fork: bool = False
 
 
 @dataclass(frozen=True, slots=True)
