@@ -178,7 +178,7 @@ class SandboxHandle(abc.ABC):
             "this backend cannot pause", reason="CAPABILITY_MISSING", metadata={"capabilities": "pause"}
         )
 
-    async def renewed(self, until: float) -> None:
+    async def renewed(self, until: float) -> None:  # noqa: B027 - most have nothing to do
         """The lease now ends at ``until`` (seconds since the epoch), later or earlier than before.
 
         For a backend whose sandboxes have a deadline at their provider. Called before the caller is told: an error
@@ -280,13 +280,13 @@ class Backend(abc.ABC):
             metadata={"backend": self.name, "capabilities": "live_fork"},
         )
 
-    async def discard(self, sandbox_id: str) -> None:
+    async def discard(self, sandbox_id: str) -> None:  # noqa: B027 - most have nothing to do
         """Remove what a ``create`` that failed could not remove itself; called again until it returns.
 
         Default: nothing, for a ``create`` that always cleans up after itself.
         """
 
-    async def reconcile(self, known: Sequence[str]) -> None:
+    async def reconcile(self, known: Sequence[str]) -> None:  # noqa: B027 - some have nothing to do
         """Remove what earlier instances of this service left: the sandboxes ``known``, which the journal names, and
         whatever else only carries this service's label.
 
