@@ -40,6 +40,11 @@ class Bases:
             raise unknown(layer_id)
         self._holders[layer_id] += 1
 
+    def hold_below(self, layer_id: str) -> None:
+        """Hold what a present holder stands on, for what is made of that holder; it may be closed to others."""
+        assert self.held(layer_id)
+        self._holders[layer_id] += 1
+
     def release(self, layer_id: str) -> None:
         """Give up one hold."""
         self._holders[layer_id] -= 1

@@ -144,8 +144,8 @@ class Forks:
         async with live.changing:
             live.check_lives()
             await live.backend.seal_live(handle, layer_id)
-        if below:
-            self._bases.hold(below)
+            if below:
+                self._bases.hold_below(below)
 
         copy = self._copies[request_id]
 

@@ -133,7 +133,7 @@ class Snapshots:
             below = spec.sandbox.snapshot_id
             if below:
                 # From before the sandbox that holds it ends.
-                self._bases.hold(below)
+                self._bases.hold_below(below)
             try:
                 sealed, layer = await self._sandboxes.seal(sandbox.id, f"ss-{secrets.token_hex(16)}")
             except BaseException:
@@ -164,7 +164,7 @@ class Snapshots:
         return self._find(snapshot_id).snapshot
 
     def sandbox_spec(self, snapshot_id: str) -> SandboxSpec:
-        """The spec of the sandbox that was sealed, for who makes sandboxes of it. Raises NotFound (SNAPSHOT_UNKNOWN)."""
+        """The spec of the sandbox that was sealed, for who forks it. Raises NotFound (SNAPSHOT_UNKNOWN)."""
         self._find(snapshot_id)
         return self._used(snapshot_id).spec
 
@@ -175,7 +175,7 @@ class Snapshots:
         )
 
     async def delete(self, snapshot_id: str) -> None:
-        """Remove a snapshot; unknown ones are a success. Sandboxes made from it live on, and its files go with the last.
+        """Remove a snapshot; unknown ones are a success. Sandboxes made from it live on; its files go with the last.
 
         Raises Unavailable (DELETE_PENDING) when its backend could not remove it yet.
         """
