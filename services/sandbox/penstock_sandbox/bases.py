@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock_chassis.errors import NotFound
 from penstock_sandbox.backends.base import Backend
-from penstock_sandbox.deletion import Deletion
+from penstock_sandbox.deletion import Deletion, Pause
 
 
 @dataclass(slots=True)
@@ -27,7 +27,8 @@ class _Leaving:
 class Bases:
     """Holds on layers, by the layer's id."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause: Pause = asyncio.sleep) -> None:
+        self._pause = pause
         self._holders: Counter[str] = Counter()
         self._leaving: dict[str, _Leaving] = {}
         self.on_unused: Callable[[], None] = lambda: None
@@ -77,7 +78,7 @@ class Bases:
             del self._leaving[layer_id]
             leaving.gone()
 
-        leaving.deletion = Deletion(f"snapshot {layer_id}", attempt)
+        leaving.deletion = Deletion(f"snapshot {layer_id}", attempt, pause=self._pause)
 
     async def aclose(self) -> None:
         """Wait for one attempt of each removal in progress, then give up."""

@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 class Removals:
     """Ends sandboxes."""
 
-    def __init__(self, table: Table, records: Records, pause: Pause = asyncio.sleep) -> None:
+    def __init__(self, table: Table, records: Records, pause: Pause) -> None:
         self._table = table
         self._records = records
         self._pause = pause

@@ -35,6 +35,7 @@ from penstock_chassis.journal import Journal
 from penstock_sandbox.admission import Admission, Owner
 from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.bases import Bases, unknown
+from penstock_sandbox.deletion import Pause
 from penstock_sandbox.leases import Leases
 from penstock_sandbox.model import BackendInfo, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
 from penstock_sandbox.policy import Limits, Policy
@@ -72,6 +73,7 @@ class Sandboxes:
         spool: Path,
         limits: Limits,
         clock: Callable[[], float] = time.time,
+        pause: Pause = asyncio.sleep,
     ) -> None:
         self._backends = backends
         self._default = default_backend
@@ -85,9 +87,9 @@ class Sandboxes:
         self._admission = Admission(
             limits.max_sandboxes, limits.max_sandboxes_per_owner, limits.max_queued, limits.queue_timeout_s
         )
-        self.bases = Bases()
+        self.bases = Bases(pause)
         self.table = Table()
-        self._removals = Removals(self.table, self._records)
+        self._removals = Removals(self.table, self._records, pause)
         self._leases = Leases(
             self.table, limits.max_lease_s, limits.max_lifetime_s, clock, lambda live: self._removals.begin(live)
         )

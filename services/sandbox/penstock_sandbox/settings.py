@@ -34,7 +34,7 @@ class SandboxSettings(ServiceSettings):
         description="seconds after READY at which a sandbox ends however often it is renewed; unset = none",
     )
     snapshot_cache_bytes: int = Field(
-        20 * 1024**3, ge=0, description="bytes of snapshots kept beside those in use; the least recently used go first"
+        20 * 1024**3, ge=0, description="bytes of snapshots to keep; the least recently used go first, none in use"
     )
     allowed_upstreams: tuple[str, ...] = Field(
         ("127.0.0.1:7780", "localhost:7780"),

@@ -5,8 +5,9 @@ output and duration is told).
 
 Invariants: a snapshot's key is the hash of everything that went into it; concurrent callers for one key share the work;
 a setup that failed leaves no snapshot and no sandbox. A snapshot never changes. Together they take at most the cache's
-size beside those in use: the least recently used go first, never one that a sandbox or another snapshot stands on, that
-is being forked, or that was used in the last minute, so that who prepared one can fork it. None survives the service.
+size, as far as those in use let them: the least recently used go first, never one that a sandbox or another snapshot
+stands on, that is being forked, or that was used in the last minute, so that who prepared one can fork it. None survives
+the service.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class _Known:
 
 
 class Snapshots:
-    """All snapshots of the service; ``cache_bytes`` bounds those that nobody uses."""
+    """All snapshots of the service; ``cache_bytes`` bounds them, those in use aside."""
 
     def __init__(
         self, sandboxes: Sandboxes, max_lease_s: float, cache_bytes: int, clock: Callable[[], float] = time.time

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -30,9 +31,9 @@ async def resume(box: Box) -> None:
     await box.service.sandboxes.ResumeSandbox(ss.ResumeSandboxRequest(sandbox_id=box.id), timeout=30)
 
 
-async def state(box: Box) -> sb.SandboxState:
+async def state(box: Box) -> sb.SandboxState.ValueType:
     answer = await box.service.sandboxes.GetSandbox(ss.GetSandboxRequest(sandbox_id=box.id), timeout=30)
-    found: sb.SandboxState = answer.sandbox.state
+    found: sb.SandboxState.ValueType = answer.sandbox.state
     return found
 
 
@@ -141,7 +142,7 @@ async def test_a_paused_sandbox_is_deleted_and_ends_with_its_lease(
     for box, seconds in zip(boxes, ("4920", "4921"), strict=True):
         await box.start("p", "sleep", seconds)
         await pause(box)
-    states: list[sb.SandboxState] = []
+    states: list[sb.SandboxState.ValueType] = []
     async for event in service.sandboxes.WatchSandbox(ss.WatchSandboxRequest(sandbox_id=boxes[0].id), timeout=60):
         states.append(event.sandbox.state)
         if len(states) == 1:
@@ -158,7 +159,7 @@ async def test_a_paused_sandbox_is_deleted_and_ends_with_its_lease(
 # Forks of a live sandbox ---------------------------------------------------------------------------------------------
 
 
-async def fork(box: Box, count: int, request_id: str = "", **spec: object) -> list[Box]:
+async def fork(box: Box, count: int, request_id: str = "", **spec: Any) -> list[Box]:
     """Children by index."""
     request = ss.ForkSandboxesRequest(
         request_id=request_id or secrets.token_hex(8), sandbox_id=box.id, count=count, spec=sb.SandboxSpec(**spec)
