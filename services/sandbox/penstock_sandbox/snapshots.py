@@ -6,8 +6,8 @@ output and duration is told).
 Invariants: a snapshot's key is the hash of everything that went into it; concurrent callers for one key share the work;
 a setup that failed leaves no snapshot and no sandbox. A snapshot never changes. Together they take at most the cache's
 size, as far as those in use let them: the least recently used go first, never one that a sandbox or another snapshot
-stands on, that is being forked, or that was used in the last minute, so that who prepared one can fork it. None survives
-the service.
+stands on, that is being forked, or that was used in the last minute, so that who prepared one can fork it. None
+survives the service.
 """
 
 from __future__ import annotations
