@@ -132,9 +132,11 @@ class LocalBackend(Backend):
         name, remembered = cgroups.group_name(self._root), self._root / _GROUPS
         if remembered.exists():
             parents = [Path(line) for line in remembered.read_text().splitlines()]
-            for group in cgroups.leftovers(parents, name):
-                # What was paused then is still frozen.
+            left = cgroups.leftovers(parents, name)
+            for group in left:
+                # What was paused then is still frozen: nothing of it dies before its group in v1's freezer is thawed.
                 group.kill_and_thaw()
+            for group in left:
                 _remove_group(group)
             cgroups.remove_parents(parents, name)
             remembered.unlink()
