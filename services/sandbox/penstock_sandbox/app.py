@@ -20,9 +20,11 @@ from penstock_sandbox.backends.base import ENTRY_POINTS, Backend
 from penstock_sandbox.backends.local import runtimes
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.installer import Installer
+from penstock_sandbox.forks import Forks
 from penstock_sandbox.model import Resources
 from penstock_sandbox.policy import Limits
-from penstock_sandbox.sandboxes import MIGRATIONS, Sandboxes
+from penstock_sandbox.records import MIGRATIONS
+from penstock_sandbox.sandboxes import Sandboxes
 from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.snapshots import Snapshots
 from penstock_sandbox.toolboxes import Toolboxes
@@ -36,6 +38,7 @@ class App:
     """The opened domain."""
 
     sandboxes: Sandboxes
+    forks: Forks
     snapshots: Snapshots
     toolboxes: Toolboxes
     spool: Path
@@ -99,13 +102,20 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
                     settings.default_cpu, settings.default_memory_bytes, settings.default_pids, None
                 ),
                 allowed_upstreams=settings.allowed_upstreams,
+                max_lifetime_s=settings.max_lifetime_s,
+                owner_label=settings.owner_label,
+                max_sandboxes_per_owner=settings.max_sandboxes_per_owner,
+                max_queued=settings.max_queued,
+                queue_timeout_s=settings.queue_timeout_s,
             ),
         )
         await sandboxes.open()
         stack.push_async_callback(sandboxes.aclose)
-        snapshots = Snapshots(sandboxes, settings.max_lease_s)
+        forks = Forks(sandboxes)
+        stack.push_async_callback(forks.aclose)
+        snapshots = Snapshots(sandboxes, settings.max_lease_s, settings.snapshot_cache_bytes)
         stack.push_async_callback(snapshots.aclose)
-        yield App(sandboxes, snapshots, toolboxes, spool)
+        yield App(sandboxes, forks, snapshots, toolboxes, spool)
 
 
 def _fresh_spool(spool: Path) -> None:

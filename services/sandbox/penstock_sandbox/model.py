@@ -112,6 +112,7 @@ class Capabilities:
     diff: bool = False
     toolboxes: bool = False
     kill_tree: bool = False
+    live_fork: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,8 @@ class BackendInfo:
     default_lease_s: float
     max_lease_s: float
     default_resources: Resources
+    max_lifetime_s: float | None = None
+    max_sandboxes_per_owner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,11 @@ class Limits:
     max_lease_s: float
     default_resources: Resources
     allowed_upstreams: tuple[str, ...]
+    max_lifetime_s: float | None = None
+    owner_label: str = "owner"
+    max_sandboxes_per_owner: int | None = None
+    max_queued: int = 1024
+    queue_timeout_s: float = 30.0
 
 
 class Policy:

@@ -45,7 +45,7 @@ def servicers(app: App) -> Service:
     return Service(
         registrations=(
             (
-                SandboxServicer(app.sandboxes, app.snapshots),
+                SandboxServicer(app.sandboxes, app.forks, app.snapshots),
                 sandbox_service_pb2_grpc.add_SandboxServiceServicer_to_server,
             ),
             (ProcessServicer(app.sandboxes), process_service_pb2_grpc.add_ProcessServiceServicer_to_server),

@@ -18,8 +18,24 @@ class SandboxSettings(ServiceSettings):
     port: int = Field(7701, ge=0, le=65535, description="port to listen on; 0 lets the kernel choose")
     default_backend: str = Field("local", description="backend for specs that name none")
     max_sandboxes: int = Field(512, ge=1, description="most sandboxes at once")
+    owner_label: str = Field("owner", min_length=1, description="label whose value says whom a sandbox counts for")
+    max_sandboxes_per_owner: int | None = Field(
+        None, ge=1, description="most sandboxes at once of one owner; those without the label count together"
+    )
+    queue_timeout_s: float = Field(
+        30.0, ge=0, description="seconds that a create waits for a free place; 0 = it does not"
+    )
+    max_queued: int = Field(1024, ge=0, description="most creates of one owner that wait for a free place")
     default_lease_s: float = Field(900.0, gt=0, description="seconds a sandbox lives when its maker says nothing")
     max_lease_s: float = Field(86_400.0, gt=0, description="longest lease that may be asked for, in seconds")
+    max_lifetime_s: float | None = Field(
+        604_800.0,
+        gt=0,
+        description="seconds after READY at which a sandbox ends however often it is renewed; unset = none",
+    )
+    snapshot_cache_bytes: int = Field(
+        20 * 1024**3, ge=0, description="bytes of snapshots to keep; the least recently used go first, none in use"
+    )
     allowed_upstreams: tuple[str, ...] = Field(
         ("127.0.0.1:7780", "localhost:7780"),
         description="patterns (with * and ?) of host:port or unix:/path that a sandbox's one endpoint may lead to",

@@ -4,7 +4,10 @@ Purpose: a group of rollouts of one task shares one prepared state (R57: setup r
 output and duration is told).
 
 Invariants: a snapshot's key is the hash of everything that went into it; concurrent callers for one key share the work;
-a setup that failed leaves no snapshot and no sandbox. A snapshot never changes.
+a setup that failed leaves no snapshot and no sandbox. A snapshot never changes. Together they take at most the cache's
+size, as far as those in use let them: the least recently used go first, never one that a sandbox or another snapshot
+stands on, that is being forked, or that was used in the last minute, so that who prepared one can fork it. None
+survives the service.
 """
 
 from __future__ import annotations
@@ -14,11 +17,16 @@ import hashlib
 import hmac
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from penstock_chassis.errors import FailedPrecondition, NotFound
+import structlog
+
+from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_sandbox import files
+from penstock_sandbox.bases import unknown
+from penstock_sandbox.deletion import Deletion
 from penstock_sandbox.model import (
     Command,
     ExitReason,
@@ -33,6 +41,9 @@ from penstock_sandbox.sandboxes import Sandboxes
 
 _OUTPUT_LIMIT = 64 * 1024
 _SETUP_LEASE_S = 3600.0
+_GRACE_S = 60.0
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +64,28 @@ class CommandFinished:
 Progress = CommandStarted | CommandFinished
 
 
-class Snapshots:
-    """All snapshots of the service."""
+@dataclass(slots=True)
+class _Known:
+    snapshot: Snapshot
+    spec: SandboxSpec
+    below: str
+    used_at: float
 
-    def __init__(self, sandboxes: Sandboxes, max_lease_s: float, clock: Callable[[], float] = time.time) -> None:
+
+class Snapshots:
+    """All snapshots of the service; ``cache_bytes`` bounds them, those in use aside."""
+
+    def __init__(
+        self, sandboxes: Sandboxes, max_lease_s: float, cache_bytes: int, clock: Callable[[], float] = time.time
+    ) -> None:
         self._sandboxes = sandboxes
+        self._bases = sandboxes.bases
+        self._bases.on_unused = self._trim
         self._lease_s = min(_SETUP_LEASE_S, max_lease_s)
+        self._cache_bytes = cache_bytes
         self._clock = clock
-        self._known: dict[str, tuple[Snapshot, SandboxSpec]] = {}
+        # The least recently used first.
+        self._known: OrderedDict[str, _Known] = OrderedDict()
         self._by_key: dict[str, str] = {}
         self._working: dict[str, SharedWork[Progress, Snapshot]] = {}
         self._salt = secrets.token_bytes(16)
@@ -73,7 +98,7 @@ class Snapshots:
         """
         key = self.key(spec)
         if (known := self._by_key.get(key)) is not None:
-            yield self._known[known][0]
+            yield self._used(known).snapshot
             return
         work = self._working.get(key)
         if work is None:
@@ -91,9 +116,9 @@ class Snapshots:
 
     async def _make(self, key: str, spec: SnapshotSpec, tell: Callable[[Progress], None]) -> Snapshot:
         setup = dataclasses.replace(spec.sandbox, lease_s=self._lease_s, labels={"penstock/snapshot": key[:32]})
-        sandbox = await self._sandboxes.create("", setup)
+        sandbox = await self._sandboxes.create("", setup, shared=True)
         try:
-            live, handle, processes = self._sandboxes.usable(sandbox.id)
+            _, handle, processes = self._sandboxes.usable(sandbox.id)
             for file in spec.files:
                 await files.write_whole(handle, files.absolute(handle, file.path), file.content, file.mode)
             for index, command in enumerate(spec.setup):
@@ -106,48 +131,98 @@ class Snapshots:
                         reason="SETUP_FAILED",
                         metadata={"index": str(index)},
                     )
-            live, handle = await self._sandboxes.detach(sandbox.id)
-            layer = await live.backend.seal(handle, f"ss-{secrets.token_hex(16)}")
+            below = spec.sandbox.snapshot_id
+            if below:
+                # From before the sandbox that holds it ends.
+                self._bases.hold_below(below)
+            try:
+                sealed, layer = await self._sandboxes.seal(sandbox.id, f"ss-{secrets.token_hex(16)}")
+            except BaseException:
+                if below:
+                    self._bases.release(below)
+                raise
         except BaseException:
-            await self._sandboxes.delete(sandbox.id)
+            await self._remove(sandbox.id)
             raise
-        snapshot = Snapshot(layer.id, key, live.backend.name, self._clock(), layer.size, live.backend.capabilities.fork)
-        self._known[snapshot.id] = (snapshot, dataclasses.replace(live.view.spec, lease_s=None, labels={}))
+        backend = self._sandboxes.backend(sealed.backend)
+        now = self._clock()
+        snapshot = Snapshot(layer.id, key, backend.name, now, layer.size, backend.capabilities.fork)
+        kept = dataclasses.replace(sealed, lease_s=None, labels={})
+        self._known[snapshot.id] = _Known(snapshot, kept, below, now)
         self._by_key[key] = snapshot.id
+        self._trim()
         return snapshot
+
+    async def _remove(self, sandbox_id: str) -> None:
+        try:
+            await self._sandboxes.delete(sandbox_id)
+        except PenstockError as pending:
+            # It goes later; what failed before is what the caller must hear.
+            _log.warning("a setup's sandbox is not removed yet", sandbox=sandbox_id, reason=pending.reason)
 
     def get(self, snapshot_id: str) -> Snapshot:
         """Raises NotFound (SNAPSHOT_UNKNOWN)."""
-        return self._find(snapshot_id)[0]
+        return self._find(snapshot_id).snapshot
 
     def sandbox_spec(self, snapshot_id: str) -> SandboxSpec:
-        """The spec of the sandbox that was sealed. Raises NotFound (SNAPSHOT_UNKNOWN)."""
-        return self._find(snapshot_id)[1]
+        """The spec of the sandbox that was sealed, for who forks it. Raises NotFound (SNAPSHOT_UNKNOWN)."""
+        self._find(snapshot_id)
+        return self._used(snapshot_id).spec
 
     def all(self) -> list[Snapshot]:
         """All snapshots, newest first."""
         return sorted(
-            (known[0] for known in self._known.values()), key=lambda one: (one.created_at, one.id), reverse=True
+            (known.snapshot for known in self._known.values()), key=lambda one: (one.created_at, one.id), reverse=True
         )
 
     async def delete(self, snapshot_id: str) -> None:
-        """Remove a snapshot; unknown ones are a success. Sandboxes made from it live on."""
-        known = self._known.pop(snapshot_id, None)
-        if known is None:
-            return
-        self._by_key.pop(known[0].key, None)
-        await self._sandboxes.backend(known[0].backend).remove_layer(snapshot_id)
+        """Remove a snapshot; unknown ones are a success. Sandboxes made from it live on; its files go with the last.
+
+        Raises Unavailable (DELETE_PENDING) when its backend could not remove it yet.
+        """
+        if snapshot_id in self._known and (deletion := self._forget(snapshot_id)) is not None:
+            await deletion.outcome()
 
     async def aclose(self) -> None:
-        """Stop what is being prepared."""
+        """Stop what is being prepared and remove all: each goes with the last sandbox that stands on it."""
         for work in list(self._working.values()):
             await work.aclose()
+        for snapshot_id in list(self._known):
+            self._forget(snapshot_id)
 
-    def _find(self, snapshot_id: str) -> tuple[Snapshot, SandboxSpec]:
+    def _find(self, snapshot_id: str) -> _Known:
         known = self._known.get(snapshot_id)
         if known is None:
-            raise NotFound("no such snapshot", reason="SNAPSHOT_UNKNOWN", metadata={"snapshot_id": snapshot_id})
+            raise unknown(snapshot_id)
         return known
+
+    def _used(self, snapshot_id: str) -> _Known:
+        self._known.move_to_end(snapshot_id)
+        known = self._known[snapshot_id]
+        known.used_at = self._clock()
+        return known
+
+    def _forget(self, snapshot_id: str) -> Deletion | None:
+        known = self._known.pop(snapshot_id)
+        self._by_key.pop(known.snapshot.key, None)
+        below = known.below
+        backend = self._sandboxes.backend(known.snapshot.backend)
+        return self._bases.leave(
+            snapshot_id, backend, lambda: self._bases.release(below) if below else None, closed=True
+        )
+
+    def _trim(self) -> None:
+        """Forget the least recently used that nobody needs, until the rest fits."""
+        total = sum(known.snapshot.size for known in self._known.values())
+        before = self._clock() - _GRACE_S
+        for snapshot_id, known in list(self._known.items()):
+            if total <= self._cache_bytes or known.used_at > before:
+                return
+            # Forgetting one may have led here again.
+            if snapshot_id in self._known and not self._bases.held(snapshot_id):
+                _log.info("snapshot leaves the cache", snapshot=snapshot_id, bytes=known.snapshot.size)
+                total -= known.snapshot.size
+                self._forget(snapshot_id)
 
     def key(self, spec: SnapshotSpec) -> str:
         """The content hash of a spec; values of secret environments enter it through a keyed hash."""

@@ -157,7 +157,33 @@ class SandboxHandle(abc.ABC):
 
     @abc.abstractmethod
     async def destroy(self) -> None:
-        """Kill every process and remove everything."""
+        """Kill every process and remove everything.
+
+        Idempotent, and called again after a failure until it returns. Works while paused.
+        """
+
+    async def pause(self) -> None:
+        """Freeze every process; returns when all stand still. Where ``capabilities.pause`` is declared.
+
+        While paused, ``ProcessHandle.kill`` and ``destroy`` still work; nothing else is asked for. Raises
+        FailedPrecondition (CAPABILITY_MISSING), Unavailable (PAUSE_FAILED): then nothing is frozen.
+        """
+        raise FailedPrecondition(
+            "this backend cannot pause", reason="CAPABILITY_MISSING", metadata={"capabilities": "pause"}
+        )
+
+    async def resume(self) -> None:
+        """Thaw what ``pause`` froze. Raises as ``pause`` does."""
+        raise FailedPrecondition(
+            "this backend cannot pause", reason="CAPABILITY_MISSING", metadata={"capabilities": "pause"}
+        )
+
+    async def renewed(self, until: float) -> None:  # noqa: B027 - most have nothing to do
+        """The lease now ends at ``until`` (seconds since the epoch), later or earlier than before.
+
+        For a backend whose sandboxes have a deadline at their provider. Called before the caller is told: an error
+        leaves the lease as it was. Default: nothing.
+        """
 
 
 class FileReader(abc.ABC):
@@ -209,6 +235,8 @@ class Backend(abc.ABC):
     name: str
     capabilities: Capabilities = Capabilities()
     unavailable_reason: str = "not opened yet"
+    creates_at_once: int = 16
+    """Most ``create`` calls in progress at once; more wait (R51)."""
 
     @property
     def available(self) -> bool:
@@ -239,6 +267,34 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     async def seal(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
         """End the sandbox and keep its files as an immutable layer."""
+
+    async def seal_live(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
+        """Keep a live sandbox's files, as they are at one moment, as an immutable layer; the sandbox lives on.
+
+        Where ``capabilities.live_fork`` is declared. ``pause`` or ``resume`` are not called meanwhile; a sandbox that
+        was paused stays so. Raises FailedPrecondition (CAPABILITY_MISSING).
+        """
+        raise FailedPrecondition(
+            f"the {self.name} backend forks snapshots, not live sandboxes: prepare a snapshot first",
+            reason="CAPABILITY_MISSING",
+            metadata={"backend": self.name, "capabilities": "live_fork"},
+        )
+
+    async def discard(self, sandbox_id: str) -> None:  # noqa: B027 - most have nothing to do
+        """Remove what a ``create`` that failed could not remove itself; called again until it returns.
+
+        Default: nothing, for a ``create`` that always cleans up after itself.
+        """
+
+    async def reconcile(self, known: Sequence[str]) -> None:  # noqa: B027 - some have nothing to do
+        """Remove what earlier instances of this service left: the sandboxes ``known``, which the journal names, and
+        whatever else only carries this service's label.
+
+        Called once after ``open``, with ``known`` possibly empty, and again with a growing delay while it raises (raise
+        when the provider cannot be asked: "not found" must have been answered by it). Sandboxes of this instance, which
+        may be there or in the making by then, and their layers, are spared. Default: nothing, for a backend whose
+        ``open`` has done it.
+        """
 
     @abc.abstractmethod
     async def has_layer(self, layer_id: str) -> bool:

@@ -204,6 +204,7 @@ def capabilities_to(can: Capabilities) -> sandbox_pb2.Capabilities:
         diff=can.diff,
         toolboxes=can.toolboxes,
         kill_tree=can.kill_tree,
+        live_fork=can.live_fork,
     )
 
 
@@ -219,6 +220,8 @@ def backend_to(info: BackendInfo) -> sandbox_pb2.Backend:
         default_lease=duration(info.default_lease_s),
         max_lease=duration(info.max_lease_s),
         default_resources=resources_to(info.default_resources),
+        max_lifetime=duration(info.max_lifetime_s) if info.max_lifetime_s is not None else None,
+        max_sandboxes_per_owner=info.max_sandboxes_per_owner,
     )
 
 

@@ -10,7 +10,7 @@ import grpc
 
 from penstock.sandbox.v1 import process_service_pb2 as pb
 from penstock.sandbox.v1 import process_service_pb2_grpc
-from penstock_sandbox.model import DEFAULT_OUTPUT_LIMIT, Chunk, Gap, ProcessSpec, PtySize, Stream
+from penstock_sandbox.model import DEFAULT_OUTPUT_LIMIT, Chunk, Gap, ProcessSpec, PtySize, State, Stream
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.pages import page
 from penstock_sandbox.running import RunningProcess
@@ -71,7 +71,7 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("frame") != "start":
             raise convert.refuse("frame", "the first frame must be start")
-        process, offset = self._find(first.start), first.start.offset
+        process, offset = self._find_working(first.start), first.start.offset
         writer = process.take_stdin()
         async for request in request_iterator:
             match request.WhichOneof("frame"):
@@ -88,14 +88,14 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
     async def SignalProcess(self, request: pb.SignalProcessRequest, context: Context) -> pb.SignalProcessResponse:  # noqa: N802
         if not 1 <= request.signal <= 64:
             raise convert.refuse("signal", "must be 1 to 64")
-        await self._find(request).signal(request.signal)
+        await self._find_working(request).signal(request.signal)
         return pb.SignalProcessResponse()
 
     async def KillProcess(self, request: pb.KillProcessRequest, context: Context) -> pb.KillProcessResponse:  # noqa: N802
         return pb.KillProcessResponse(exit=convert.exit_to(await self._find(request).kill()))
 
     async def ResizePty(self, request: pb.ResizePtyRequest, context: Context) -> pb.ResizePtyResponse:  # noqa: N802
-        await self._find(request).resize(_size(request.size))
+        await self._find_working(request).resize(_size(request.size))
         return pb.ResizePtyResponse()
 
     async def GetProcess(self, request: pb.GetProcessRequest, context: Context) -> pb.GetProcessResponse:  # noqa: N802
@@ -138,6 +138,14 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         | pb.WaitProcessRequest,
     ) -> RunningProcess:
         return self._sandboxes.processes(request.sandbox_id).get(request.process_id)
+
+    def _find_working(
+        self, request: pb.WriteStdinRequest.StdinStart | pb.SignalProcessRequest | pb.ResizePtyRequest
+    ) -> RunningProcess:
+        process = self._find(request)
+        if self._sandboxes.get(request.sandbox_id).view.state is State.PAUSED:
+            self._sandboxes.usable(request.sandbox_id)
+        return process
 
 
 def _size(size: pb.PtySize) -> PtySize:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
 from penstock.sandbox.v1 import sandbox_service_pb2 as pb
 from penstock.sandbox.v1 import sandbox_service_pb2_grpc
-from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_chassis.errors import PenstockError
+from penstock_sandbox.forks import Forks
 from penstock_sandbox.model import Snapshot
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.pages import page
@@ -19,19 +20,24 @@ from penstock_sandbox.snapshots import CommandStarted, Snapshots
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _MOST_CHILDREN = 256
+# Of the time that a caller left, for waiting in a queue: the rest is for making the sandbox, or to hear of the refusal.
+_PART_OF_DEADLINE = 0.8
 
 
 class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     """See the contract."""
 
-    def __init__(self, sandboxes: Sandboxes, snapshots: Snapshots) -> None:
+    def __init__(self, sandboxes: Sandboxes, forks: Forks, snapshots: Snapshots) -> None:
         self._sandboxes = sandboxes
+        self._forks = forks
         self._snapshots = snapshots
 
     async def CreateSandbox(self, request: pb.CreateSandboxRequest, context: Context) -> pb.CreateSandboxResponse:  # noqa: N802
         if not request.request_id:
             raise convert.refuse("request_id", "is required")
-        sandbox = await self._sandboxes.create(request.request_id, convert.spec_from(request.spec))
+        sandbox = await self._sandboxes.create(
+            request.request_id, convert.spec_from(request.spec), wait_s=_may_wait(context)
+        )
         return pb.CreateSandboxResponse(sandbox=convert.sandbox_to(sandbox))
 
     async def GetSandbox(self, request: pb.GetSandboxRequest, context: Context) -> pb.GetSandboxResponse:  # noqa: N802
@@ -63,7 +69,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         return pb.DeleteSandboxesResponse(sandbox_ids=await self._sandboxes.delete_labelled(dict(request.labels)))
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:  # noqa: N802
-        ends_at = self._sandboxes.renew(request.sandbox_id, convert.seconds(request.lease))
+        ends_at = await self._sandboxes.renew(request.sandbox_id, convert.seconds(request.lease))
         return pb.RenewLeaseResponse(expire_time=convert.timestamp(ends_at))
 
     async def ListBackends(self, request: pb.ListBackendsRequest, context: Context) -> pb.ListBackendsResponse:  # noqa: N802
@@ -111,16 +117,14 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
             raise convert.refuse(
                 "spec", "backend, base, resources, toolbox_ids and user come from the source and must be unset"
             )
-        if request.WhichOneof("source") != "snapshot_id":
-            self._sandboxes.get(request.sandbox_id)
-            raise FailedPrecondition(
-                "this backend forks snapshots, not live sandboxes: prepare a snapshot first",
-                reason="CAPABILITY_MISSING",
-                metadata={"capabilities": "fork of a live sandbox"},
+        asked, wait_s = convert.spec_from(spec), _may_wait(context)
+        if request.WhichOneof("source") == "sandbox_id":
+            children = self._forks.of_sandbox(request.request_id, request.sandbox_id, request.count, asked, wait_s)
+        else:
+            origin = self._snapshots.sandbox_spec(request.snapshot_id)
+            children = self._forks.of_snapshot(
+                request.request_id, request.snapshot_id, origin, request.count, asked, wait_s
             )
-        children = self._sandboxes.fork(
-            request.request_id, request.snapshot_id, request.count, convert.spec_from(spec), self._snapshots
-        )
         async for index, child in children:
             if isinstance(child, PenstockError):
                 failure = pb.ForkSandboxesResponse.ForkFailure(
@@ -137,15 +141,11 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         return pb.SetNetworkPolicyResponse()
 
     async def PauseSandbox(self, request: pb.PauseSandboxRequest, context: Context) -> pb.PauseSandboxResponse:  # noqa: N802
-        live = self._sandboxes.get(request.sandbox_id)
-        raise FailedPrecondition(
-            f"the {live.backend.name} backend cannot pause",
-            reason="CAPABILITY_MISSING",
-            metadata={"backend": live.backend.name, "capabilities": "pause"},
-        )
+        await self._sandboxes.pause(request.sandbox_id)
+        return pb.PauseSandboxResponse()
 
     async def ResumeSandbox(self, request: pb.ResumeSandboxRequest, context: Context) -> pb.ResumeSandboxResponse:  # noqa: N802
-        self._sandboxes.usable(request.sandbox_id)
+        await self._sandboxes.resume(request.sandbox_id)
         return pb.ResumeSandboxResponse()
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:  # noqa: N802
@@ -171,3 +171,8 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
             else:
                 end = pb.DiffSandboxResponse.DiffEnd(deleted_paths=map(convert.text, piece), sha256=digest.digest())
                 yield pb.DiffSandboxResponse(end=end)
+
+
+def _may_wait(context: Context) -> float | None:
+    left = cast("float | None", context.time_remaining())
+    return None if left is None else left * _PART_OF_DEADLINE

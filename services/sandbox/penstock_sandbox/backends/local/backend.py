@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
 from penstock_sandbox.backends.base import Backend, MountedToolbox, ProcessSink, RawExit, SandboxHandle, SealedLayer
-from penstock_sandbox.backends.local import bubblewrap, cgroups, layers, rootfs
+from penstock_sandbox.backends.local import bubblewrap, cgroups, copying, layers, rootfs
 from penstock_sandbox.backends.local.cgroups import Cgroups, Group
 from penstock_sandbox.backends.local.channel import ChannelClosed
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
@@ -134,12 +133,11 @@ class LocalBackend(Backend):
         name, remembered = cgroups.group_name(self._root), self._root / _GROUPS
         if remembered.exists():
             parents = [Path(line) for line in remembered.read_text().splitlines()]
-            for group in cgroups.leftovers(parents, name):
-                for pid in group.members():
-                    try:
-                        os.kill(pid, signal.SIGKILL)
-                    except ProcessLookupError:
-                        continue
+            left = cgroups.leftovers(parents, name)
+            for group in left:
+                # What was paused then is still frozen: nothing of it dies before its group in v1's freezer is thawed.
+                group.kill_and_thaw()
+            for group in left:
                 _remove_group(group)
             cgroups.remove_parents(parents, name)
             remembered.unlink()
@@ -166,12 +164,17 @@ class LocalBackend(Backend):
             diff=True,
             toolboxes=True,
             kill_tree=True,
+            pause=cgroups.FREEZER in self._cgroups.controllers,
+            live_fork=cgroups.FREEZER in self._cgroups.controllers,
         )
         self.unavailable_reason = ""
         try:
             handle = await self.create("probe", SandboxSpec(), (), lambda _: None)
             try:
                 problem = await _look(handle)
+                if claimed.pause:
+                    await handle.pause()
+                    await handle.resume()
             finally:
                 await handle.destroy()
         except (PenstockError, OSError) as error:
@@ -224,7 +227,11 @@ class LocalBackend(Backend):
         try:
             await self._open_sandbox(spawner, sandbox, spec, toolboxes)
         except BaseException as error:
-            await sandbox.destroy()
+            try:
+                await sandbox.destroy()
+            except OSError as failure:
+                # Asked for again by ``discard``; what made the creation fail is what the caller must hear.
+                _log.warning("what was half made is not removed yet", sandbox=sandbox_id, error=repr(failure))
             if isinstance(error, Refused | OSError):
                 raise Internal(f"the sandbox could not be made: {error}", reason="CREATE_FAILED") from error
             if isinstance(error, ChannelClosed):
@@ -308,25 +315,29 @@ class LocalBackend(Backend):
             await sandbox.open_endpoint(spec.network)
 
     async def _release(self, sandbox: LocalSandbox) -> None:
-        """Everything of a sandbox ends here, however it came to its end."""
-        self._live.pop(sandbox.id, None)
+        """Everything of a sandbox ends here, however it came to its end. What failed is done again, the rest once."""
         try:
             if self._spawner is not None and self._spawner.alive:
                 await self._spawner.destroy(sandbox.id)
         except ChannelClosed:
             pass  # with the spawner every process of the sandbox died
-        finally:
-            if sandbox.group is not None:
-                await asyncio.to_thread(_remove_group, sandbox.group)
-            if sandbox.kept_as is not None:
-                sandbox.upper.rename(sandbox.kept_as)
-            trashed = layers.to_trash(self._root / "sandboxes" / sandbox.id, self._root / "trash")
-            if trashed is not None:
-                self._background(asyncio.to_thread(layers.remove, trashed))
-            self._users.release(sandbox.uid)
-            self._layer_users.subtract(sandbox.layer_ids)
-            for layer in sandbox.layer_ids:
-                self._drop_unused_layer(layer)
+        if sandbox.group is not None:
+            await asyncio.to_thread(_remove_group, sandbox.group)
+        if sandbox.kept_as is not None and sandbox.upper.exists():
+            sandbox.upper.rename(sandbox.kept_as)
+        trashed = layers.to_trash(self._root / "sandboxes" / sandbox.id, self._root / "trash")
+        if trashed is not None:
+            self._background(asyncio.to_thread(layers.remove, trashed))
+        del self._live[sandbox.id]
+        self._users.release(sandbox.uid)
+        self._layer_users.subtract(sandbox.layer_ids)
+        for layer in sandbox.layer_ids:
+            self._drop_unused_layer(layer)
+
+    async def discard(self, sandbox_id: str) -> None:
+        sandbox = self._live.get(sandbox_id)
+        if sandbox is not None:
+            await sandbox.destroy()
 
     def _background(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -376,9 +387,37 @@ class LocalBackend(Backend):
         self._users.share(handle.uid)
         self._layer_users.update(handle.layer_ids)
         handle.keep_upper(target)
-        await handle.destroy()
+        try:
+            await handle.destroy()
+        except BaseException:
+            # The sandbox is destroyed later, and its files are nobody's then.
+            handle.kept_as = None
+            self._users.release(handle.uid)
+            self._layer_users.subtract(handle.layer_ids)
+            raise
         self._layers[layer_id] = layer
         return SealedLayer(layer_id, await asyncio.to_thread(layers.size, target))
+
+    async def seal_live(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
+        assert isinstance(handle, LocalSandbox)
+        # Where the next start looks for leftovers, until it is whole.
+        draft = self._root / "trash" / f"{layer_id}.draft"
+        async with handle.still():
+            work = asyncio.ensure_future(asyncio.to_thread(copying.copy, handle.upper, draft))
+            try:
+                size = await asyncio.shield(work)
+            except BaseException as error:
+                # A thread cannot be stopped; what it makes must not outlive it.
+                await asyncio.wait([work])
+                self._background(asyncio.to_thread(layers.remove, draft))
+                if isinstance(error, OSError):
+                    raise Internal(f"the files could not be copied: {error.strerror}", reason="SEAL_FAILED") from error
+                raise
+        draft.rename(self._root / "layers" / layer_id)
+        self._users.share(handle.uid)
+        self._layer_users.update(handle.layer_ids)
+        self._layers[layer_id] = _Layer(handle.uid, handle.layer_ids)
+        return SealedLayer(layer_id, size)
 
     async def has_layer(self, layer_id: str) -> bool:
         return layer_id in self._layers and layer_id not in self._removed_layers

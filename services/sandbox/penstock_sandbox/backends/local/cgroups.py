@@ -1,7 +1,8 @@
 """Control groups: limits in force for all of a sandbox's processes together.
 
-Purpose: find out which limits can really be enforced here (v1, v2 or both at once, "hybrid"), and make one group per
-sandbox. What cannot be enforced is not offered; nothing is ever silently dropped (R55).
+Purpose: find out which limits can really be enforced here (v1, v2 or both at once, "hybrid") and whether processes can
+be frozen, and make one group per sandbox. What cannot be enforced is not offered; nothing is ever silently dropped
+(R55). Freezing is better in v2: there a frozen process can be killed, in v1 it dies only when it is thawed.
 
 Invariants: only groups under our own parent, named after this service's state directory, are ever touched; a group
 is removed when its sandbox is. An ordinary user gets a v2 group only where one was delegated to it.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,9 @@ from penstock_sandbox.model import Resources, Stats
 
 _CPU_PERIOD_US = 100_000
 _V2_CONTROLLERS = ("cpu", "memory", "pids")
+FREEZER = "freezer"
+_V2_FREEZE = "cgroup.freeze"
+_V1_FREEZE = "freezer.state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +46,13 @@ class Cgroups:
     def detect(cls, name: str) -> Cgroups:
         """Find, by doing it, where groups can be made; ``name`` is our parent group's."""
         own = _own_groups()
-        hierarchies = []
-        for version, controllers, mount in _mounts():
-            wanted = set(_V2_CONTROLLERS) & controllers if version == 1 else set(_V2_CONTROLLERS)
+        hierarchies: list[_Hierarchy] = []
+        # v2 first: what it freezes, v1 need not.
+        for version, controllers, mount in sorted(_mounts(), key=lambda found: -found[0]):
+            wanted = {*_V2_CONTROLLERS, FREEZER}
+            if version == 1:
+                wanted &= controllers
+                wanted -= {FREEZER} if any(FREEZER in found.controllers for found in hierarchies) else set()
             if not wanted:
                 continue
             # The group of this process within this hierarchy, as the mount shows it.
@@ -138,6 +147,43 @@ class Group:
             cpu_s=_cpu_seconds(cpu) if cpu is not None and self._folders[cpu] == 2 else None,
         )
 
+    @property
+    def can_freeze(self) -> bool:
+        """Whether ``freeze`` works."""
+        return FREEZER in self._by_controller
+
+    def freeze(self) -> None:
+        """Begin to freeze every process of the group; ``frozen`` says when all stand still."""
+        folder = self._by_controller[FREEZER]
+        if self._folders[folder] == 2:
+            (folder / _V2_FREEZE).write_text("1")
+        else:
+            (folder / _V1_FREEZE).write_text("FROZEN")
+
+    def frozen(self) -> bool:
+        """Whether every process of the group stands still."""
+        folder = self._by_controller[FREEZER]
+        if self._folders[folder] == 2:
+            return "frozen 1" in (folder / "cgroup.events").read_text().splitlines()
+        # Reading it is also what lets v1 try again with those that could not be frozen at once.
+        return (folder / _V1_FREEZE).read_text().strip() == "FROZEN"
+
+    def thaw(self) -> None:
+        """Let its processes run, whichever way they were frozen; harmless when they were not."""
+        for folder in self._folders:
+            for file, value in ((_V2_FREEZE, "0"), (_V1_FREEZE, "THAWED")):
+                if (folder / file).exists():
+                    (folder / file).write_text(value)
+
+    def kill_and_thaw(self) -> None:
+        """Kill every process of a frozen group, and thaw it so that they die without running again."""
+        for pid in self.members():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.thaw()
+
     def remove(self) -> None:
         """Remove the group, which must be without processes. Raises OSError (EBUSY) otherwise."""
         if self._memory_events is not None:
@@ -189,10 +235,7 @@ def _usable(version: int, wanted: set[str], base: Path, name: str) -> set[str]:
     offered: set[str] = set()
     try:
         if version == 2:
-            offered = set((base / "cgroup.controllers").read_text().split()) & wanted
-            if not offered:
-                return set()
-            _enable(base, offered)
+            offered = _enabled(base, wanted)
         parent.mkdir(exist_ok=True)
         if version == 2:
             _enable(parent, offered)
@@ -200,18 +243,32 @@ def _usable(version: int, wanted: set[str], base: Path, name: str) -> set[str]:
         try:
             files = {"cpu": ("cpu.max", "cpu.cfs_quota_us"), "memory": ("memory.max", "memory.limit_in_bytes")}
             files["pids"] = ("pids.max", "pids.max")
+            files[FREEZER] = (_V2_FREEZE, _V1_FREEZE)
             able = {name for name in wanted if os.access(trial / files[name][0 if version == 2 else 1], os.W_OK)}
-            return able if os.access(trial / "cgroup.procs", os.W_OK) else set()
+            usable = able if os.access(trial / "cgroup.procs", os.W_OK) else set()
         finally:
             trial.rmdir()
+        if not usable:
+            parent.rmdir()
     except OSError:
-        # Read-only, not delegated, or (v2) a base that holds processes and so cannot pass controllers on.
+        # Read-only or not delegated.
         return set()
+    return usable
+
+
+def _enabled(base: Path, wanted: set[str]) -> set[str]:
+    """The v2 controllers that groups below ``base`` have; none where it holds processes and so cannot pass them on."""
+    offered = set((base / "cgroup.controllers").read_text().split()) & wanted
+    try:
+        _enable(base, offered)
+    except OSError:
+        return set()
+    return offered
 
 
 def _enable(folder: Path, controllers: set[str]) -> None:
     control = folder / "cgroup.subtree_control"
-    missing = controllers - set(control.read_text().split())
+    missing = controllers - set(control.read_text().split()) if controllers else set()
     if missing:
         control.write_text(" ".join(f"+{name}" for name in sorted(missing)))
 
@@ -222,7 +279,7 @@ def _mounts() -> list[tuple[int, set[str], Path]]:
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, point, kind, options, *_ = line.split(" ")
         if kind == "cgroup":
-            found.append((1, set(options.split(",")) & {"cpu", "cpuacct", "memory", "pids"}, Path(point)))
+            found.append((1, set(options.split(",")) & {"cpu", "cpuacct", "memory", "pids", FREEZER}, Path(point)))
         elif kind == "cgroup2":
             found.append((2, set(), Path(point)))
     return found

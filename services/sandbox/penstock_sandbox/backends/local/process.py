@@ -48,6 +48,7 @@ class LocalProcess(ProcessHandle):
         self._outputs = outputs
         self._loop = asyncio.get_running_loop()
         self._oom_kills = sandbox.oom_kills()
+        self._reaped = asyncio.Event()
         for descriptor in outputs:
             os.set_blocking(descriptor, False)
             self._loop.add_reader(descriptor, self._readable, descriptor)
@@ -80,6 +81,7 @@ class LocalProcess(ProcessHandle):
 
     def door_exited(self, event: wire.Message) -> None:
         """The door reaped it."""
+        self._reaped.set()
         status: int = event["status"]
         by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
@@ -96,6 +98,7 @@ class LocalProcess(ProcessHandle):
 
     def lose(self) -> None:
         """The sandbox is gone."""
+        self._reaped.set()
         self._release()
         self._sink.lost()
 
@@ -139,14 +142,18 @@ class LocalProcess(ProcessHandle):
 
     async def signal(self, number: int) -> None:
         try:
-            await self._sandbox.door({"op": "signal", "pid": self.pid, "signal": int(number)})
+            async with self._sandbox.awake():
+                await self._sandbox.door({"op": "signal", "pid": self.pid, "signal": int(number)})
         except Refused as refusal:
             if refusal.errno != errno.ESRCH:
                 raise Internal(f"the signal was not sent: {refusal.what}", reason="SIGNAL_FAILED") from refusal
 
     async def kill(self) -> None:
         try:
-            await self._sandbox.door({"op": "kill", "pid": self.pid})
+            async with self._sandbox.awake():
+                await self._sandbox.door({"op": "kill", "pid": self.pid})
+                # The door tells the exit after it answered: it must not be frozen in between.
+                await self._reaped.wait()
         except ChannelClosed:
             return  # with the sandbox everything in it died
         except Refused as refusal:

@@ -10,11 +10,12 @@ import asyncio
 import errno
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable
 from penstock_sandbox.backends.base import (
     FileReader,
     FileWriter,
@@ -36,6 +37,8 @@ from penstock_sandbox.spawner import wire
 _INLINE_IO = 256 * 1024
 _MAX_TREE_BYTES = 8 * 1024 * 1024 * 1024
 _MAX_TREE_ENTRIES = 500_000
+_FREEZE_DEADLINE_S = 10.0
+_FREEZE_POLL_S = 0.001
 
 
 class LocalSandbox(SandboxHandle):
@@ -72,6 +75,9 @@ class LocalSandbox(SandboxHandle):
         self._early_exits: dict[int, wire.Message] = {}
         self._endpoint: Endpoint | None = None
         self._ended = False
+        self._paused = False
+        self._freezing = asyncio.Lock()
+        """Held while something freezes or thaws, and while the door is asked for what must not meet a freeze."""
         self._destroyed: asyncio.Task[None] | None = None
 
     def join_files(self) -> list[str]:
@@ -296,8 +302,75 @@ class LocalSandbox(SandboxHandle):
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
 
+    # Freezing ----------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        async with self._freezing:
+            await self._freeze()
+            self._paused = True
+
+    async def resume(self) -> None:
+        async with self._freezing:
+            self._paused = False
+            self._freezer().thaw()
+
+    @asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """Nothing in the sandbox runs in here."""
+        async with self._freezing:
+            if self._paused:
+                yield
+                return
+            await self._freeze()
+            try:
+                yield
+            finally:
+                self._freezer().thaw()
+
+    @asynccontextmanager
+    async def awake(self) -> AsyncIterator[None]:
+        """The door can be asked in here, also in a paused sandbox, which runs for that long."""
+        async with self._freezing:
+            if not self._paused:
+                yield
+                return
+            self._freezer().thaw()
+            try:
+                yield
+            finally:
+                if not self._ended:
+                    await self._freeze()
+
+    async def _freeze(self) -> None:
+        group = self._freezer()
+        deadline = time.monotonic() + _FREEZE_DEADLINE_S
+        group.freeze()
+        try:
+            while not group.frozen():
+                if self._ended:
+                    raise _lost()
+                if time.monotonic() > deadline:
+                    raise Unavailable(
+                        f"the processes did not stand still within {_FREEZE_DEADLINE_S:g} s",
+                        reason="PAUSE_FAILED",
+                        retry_after_s=1.0,
+                    )
+                await asyncio.sleep(_FREEZE_POLL_S)
+        except BaseException:
+            group.thaw()
+            raise
+
+    def _freezer(self) -> Group:
+        if self.group is None or not self.group.can_freeze:
+            raise FailedPrecondition(
+                "there is no usable freezer among this machine's control groups",
+                reason="CAPABILITY_MISSING",
+                metadata={"capabilities": "pause"},
+            )
+        return self.group
+
     async def destroy(self) -> None:
-        if self._destroyed is None:
+        if self._destroyed is None or _failed(self._destroyed):
             self._destroyed = asyncio.create_task(self._destroy(), name=f"destroy-{self.id}")
         # Shielded: a caller that gives up does not stop the removal.
         await asyncio.shield(self._destroyed)
@@ -314,6 +387,10 @@ class LocalSandbox(SandboxHandle):
             if endpoint is not None:
                 await endpoint.aclose()
         finally:
+            frozen = self._paused or self._freezing.locked()
+            if frozen and self.group is not None:
+                # Without this nothing of a paused one would end; the kills come first, so that nothing of it runs.
+                self.group.kill_and_thaw()
             await self._release(self)
 
 
@@ -355,6 +432,10 @@ class _Writer(FileWriter):
         except ChannelClosed as error:
             raise _lost() from error
         self.committed = True
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -31,20 +31,24 @@ class _SandboxStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SandboxS
     SANDBOX_STATE_CREATING: _SandboxState.ValueType  # 1
     SANDBOX_STATE_READY: _SandboxState.ValueType  # 2
     SANDBOX_STATE_PAUSED: _SandboxState.ValueType  # 3
+    """Its processes stand still. Its lease runs on."""
     SANDBOX_STATE_LOST: _SandboxState.ValueType  # 4
-    """It died or its backend cannot find it. Terminal."""
+    """It died, its backend cannot find it, or it was to be deleted and its backend has failed so far. Terminal."""
     SANDBOX_STATE_DELETED: _SandboxState.ValueType  # 5
     """Terminal."""
 
 class SandboxState(_SandboxState, metaclass=_SandboxStateEnumTypeWrapper):
-    """Where a sandbox stands. CREATING -> READY <-> PAUSED -> DELETED, and from any of them LOST when the backend lost it."""
+    """Where a sandbox stands. CREATING -> READY <-> PAUSED -> DELETED, and from any of them LOST when the backend lost it or
+    has so far failed to delete it.
+    """
 
 SANDBOX_STATE_UNSPECIFIED: SandboxState.ValueType  # 0
 SANDBOX_STATE_CREATING: SandboxState.ValueType  # 1
 SANDBOX_STATE_READY: SandboxState.ValueType  # 2
 SANDBOX_STATE_PAUSED: SandboxState.ValueType  # 3
+"""Its processes stand still. Its lease runs on."""
 SANDBOX_STATE_LOST: SandboxState.ValueType  # 4
-"""It died or its backend cannot find it. Terminal."""
+"""It died, its backend cannot find it, or it was to be deleted and its backend has failed so far. Terminal."""
 SANDBOX_STATE_DELETED: SandboxState.ValueType  # 5
 """Terminal."""
 Global___SandboxState: _TypeAlias = SandboxState  # noqa: Y015
@@ -392,11 +396,13 @@ class SandboxSpec(_message.Message):
 
     @_builtins.property
     def lease(self) -> _duration_pb2.Duration:
-        """How long the sandbox lives without RenewLease. Default 15 min, at most the operator's maximum."""
+        """How long the sandbox lives without RenewLease, from READY. Default 15 min, at most the operator's maximum."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """For finding and reaping; keys and values as identifiers."""
+        """For finding and reaping; keys and values as identifiers. The value of the one that the operator's `owner_label` names
+        (by default "owner") says whom the sandbox counts for.
+        """
 
     def __init__(
         self,
@@ -520,6 +526,7 @@ class Capabilities(_message.Message):
     DIFF_FIELD_NUMBER: _builtins.int
     TOOLBOXES_FIELD_NUMBER: _builtins.int
     KILL_TREE_FIELD_NUMBER: _builtins.int
+    LIVE_FORK_FIELD_NUMBER: _builtins.int
     fork: Global___ForkKind.ValueType
     pty: _builtins.bool
     stdin_stream: _builtins.bool
@@ -534,6 +541,8 @@ class Capabilities(_message.Message):
     toolboxes: _builtins.bool
     kill_tree: _builtins.bool
     """Killing one process is certain to reach every descendant, daemons included."""
+    live_fork: _builtins.bool
+    """Whether ForkSandboxes takes a live sandbox."""
     @_builtins.property
     def networks(self) -> _containers.RepeatedScalarFieldContainer[Global___NetworkKind.ValueType]: ...
     def __init__(
@@ -552,10 +561,11 @@ class Capabilities(_message.Message):
         diff: _builtins.bool = ...,
         toolboxes: _builtins.bool = ...,
         kill_tree: _builtins.bool = ...,
+        live_fork: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "networks", b"networks", "pause", b"pause", "pty", b"pty", "root", b"root", "stdin_stream", b"stdin_stream", "toolboxes", b"toolboxes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "pause", b"pause", "pty", b"pty", "root", b"root", "stdin_stream", b"stdin_stream", "toolboxes", b"toolboxes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -576,6 +586,8 @@ class Backend(_message.Message):
     DEFAULT_LEASE_FIELD_NUMBER: _builtins.int
     MAX_LEASE_FIELD_NUMBER: _builtins.int
     DEFAULT_RESOURCES_FIELD_NUMBER: _builtins.int
+    MAX_LIFETIME_FIELD_NUMBER: _builtins.int
+    MAX_SANDBOXES_PER_OWNER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     available: _builtins.bool
     unavailable_reason: _builtins.str
@@ -583,6 +595,8 @@ class Backend(_message.Message):
     is_default: _builtins.bool
     max_sandboxes: _builtins.int
     """Limits in force: most sandboxes at once, and the default and greatest lease."""
+    max_sandboxes_per_owner: _builtins.int
+    """Most sandboxes at once that carry the same value of the operator's owner label. Unset = no limit."""
     @_builtins.property
     def capabilities(self) -> Global___Capabilities: ...
     @_builtins.property
@@ -591,6 +605,10 @@ class Backend(_message.Message):
     def max_lease(self) -> _duration_pb2.Duration: ...
     @_builtins.property
     def default_resources(self) -> Global___Resources: ...
+    @_builtins.property
+    def max_lifetime(self) -> _duration_pb2.Duration:
+        """After READY, however often the lease is renewed. Unset = no limit."""
+
     def __init__(
         self,
         *,
@@ -603,11 +621,15 @@ class Backend(_message.Message):
         default_lease: _duration_pb2.Duration | None = ...,
         max_lease: _duration_pb2.Duration | None = ...,
         default_resources: Global___Resources | None = ...,
+        max_lifetime: _duration_pb2.Duration | None = ...,
+        max_sandboxes_per_owner: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "default_lease", b"default_lease", "default_resources", b"default_resources", "max_lease", b"max_lease"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner", "capabilities", b"capabilities", "default_lease", b"default_lease", "default_resources", b"default_resources", "max_lease", b"max_lease", "max_lifetime", b"max_lifetime", "max_sandboxes_per_owner", b"max_sandboxes_per_owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available", b"available", "capabilities", b"capabilities", "default_lease", b"default_lease", "default_resources", b"default_resources", "is_default", b"is_default", "max_lease", b"max_lease", "max_sandboxes", b"max_sandboxes", "name", b"name", "unavailable_reason", b"unavailable_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner", "available", b"available", "capabilities", b"capabilities", "default_lease", b"default_lease", "default_resources", b"default_resources", "is_default", b"is_default", "max_lease", b"max_lease", "max_lifetime", b"max_lifetime", "max_sandboxes", b"max_sandboxes", "max_sandboxes_per_owner", b"max_sandboxes_per_owner", "name", b"name", "unavailable_reason", b"unavailable_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_sandboxes_per_owner: _TypeAlias = _typing.Literal["max_sandboxes_per_owner"]  # noqa: Y015
+    _WhichOneofArgType__max_sandboxes_per_owner: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_sandboxes_per_owner) -> _WhichOneofReturnType__max_sandboxes_per_owner | None: ...
 
 Global___Backend: _TypeAlias = Backend  # noqa: Y015

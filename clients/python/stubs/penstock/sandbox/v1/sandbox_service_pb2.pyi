@@ -833,7 +833,7 @@ class ForkSandboxesRequest(_message.Message):
     @_builtins.property
     def spec(self) -> _sandbox_pb2.SandboxSpec:
         """Lease, labels, network and extra env of the children; backend, base and resources come from the source and MUST be
-        unset here.
+        unset here. The base of a live sandbox's child is the copy, which is no snapshot that could be asked for.
         """
 
     def __init__(

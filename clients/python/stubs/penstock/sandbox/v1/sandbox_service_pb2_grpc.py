@@ -30,6 +30,8 @@ class SandboxServiceStub(object):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
+    Work in a PAUSED sandbox (its programs, files, figures and network policy; not KillProcess) is FAILED_PRECONDITION
+    (SANDBOX_PAUSED), in all services of this package.
     """
 
     def __init__(self, channel):
@@ -140,16 +142,22 @@ class SandboxServiceServicer(object):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
+    Work in a PAUSED sandbox (its programs, files, figures and network policy; not KillProcess) is FAILED_PRECONDITION
+    (SANDBOX_PAUSED), in all services of this package.
     """
 
     def CreateSandbox(self, request, context):
         """Creates a sandbox and answers when it is READY.
 
+        Where all places are taken, of the service or of the spec's owner, the call waits for one: first come, first served
+        among an owner's creates, owners in turn, for at most the operator's `queue_timeout_s` and 0.8 of the call's deadline.
+
         Idempotent by request_id for an hour: the same id with the same spec gives the first answer; with another spec
         ALREADY_EXISTS (REQUEST_ID_REUSED).
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the spec asks for what the backend cannot do; UPSTREAM_NOT_ALLOWED;
-        BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, with
-        RetryInfo). Nothing is left behind by any of them, nor by a cancelled call.
+        BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, OWNER_LIMIT:
+        no place became free in that time, or too many wait already; with RetryInfo), ABORTED (DELETED_MEANWHILE). Nothing is
+        left behind by any of them, nor by a cancelled call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -171,7 +179,7 @@ class SandboxServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListSandboxes(self, request, context):
-        """Lists sandboxes that are not DELETED, newest first.
+        """Lists sandboxes that are not DELETED, newest first. One that is to be deleted is listed until nothing of it is left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -188,6 +196,8 @@ class SandboxServiceServicer(object):
     def DeleteSandbox(self, request, context):
         """Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
         DELETED is a success.
+        Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: its backend has failed so far; it is tried again, whether or not
+        this call is repeated, until nothing of the sandbox is left).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,8 +211,9 @@ class SandboxServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RenewLease(self, request, context):
-        """Sets the end of the lease to now + `lease`.
-        Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+        """Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
+        that is sooner; the answer says which end was granted.
+        Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,7 +228,9 @@ class SandboxServiceServicer(object):
 
     def PrepareSnapshot(self, request, context):
         """Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
-        it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing.
+        it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
+        operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
+        the last minute; none survives the service. Prepare a forgotten one again.
         Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -239,16 +252,21 @@ class SandboxServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DeleteSnapshot(self, request, context):
-        """Idempotent. Sandboxes made from it live on.
+        """Idempotent. Sandboxes made from it live on, and its files go with the last of them.
+        Errors: UNAVAILABLE (DELETE_PENDING), as for DeleteSandbox.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForkSandboxes(self, request, context):
-        """Makes n sandboxes from a snapshot or from a live sandbox (whose processes are frozen while its files are sealed),
-        one message a child, in order of completion; a child's failure is its own. Idempotent by request_id.
-        Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING).
+        """Makes n sandboxes from a snapshot or from a live sandbox, one message a child, in order of completion; a child's
+        failure is its own. Idempotent by request_id.
+
+        A live sandbox, READY or PAUSED, is frozen while its files are copied, once; its processes and what lies in memory
+        (/tmp, /dev/shm) are not in the children. The copy goes with the last child. Capabilities.live_fork says where.
+        Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
+        SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -263,8 +281,11 @@ class SandboxServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PauseSandbox(self, request, context):
-        """Freezes every process.
-        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
+        """Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
+        timeouts of commands: one that times out, or is killed by KillProcess, is ended in the paused sandbox, which runs for
+        that moment.
+        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
+        UNAVAILABLE (PAUSE_FAILED, with RetryInfo: some process did not stand still in time; nothing is frozen).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -272,7 +293,7 @@ class SandboxServiceServicer(object):
 
     def ResumeSandbox(self, request, context):
         """Thaws a PAUSED sandbox. A READY one is a success.
-        Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+        Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -406,6 +427,8 @@ class SandboxService(object):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
+    Work in a PAUSED sandbox (its programs, files, figures and network policy; not KillProcess) is FAILED_PRECONDITION
+    (SANDBOX_PAUSED), in all services of this package.
     """
 
     @staticmethod

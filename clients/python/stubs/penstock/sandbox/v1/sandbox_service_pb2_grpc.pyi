@@ -31,6 +31,8 @@ class SandboxServiceStub:
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
+    Work in a PAUSED sandbox (its programs, files, figures and network policy; not KillProcess) is FAILED_PRECONDITION
+    (SANDBOX_PAUSED), in all services of this package.
     """
 
     @_typing.overload
@@ -40,11 +42,15 @@ class SandboxServiceStub:
     CreateSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.CreateSandboxRequest, _sandbox_service_pb2.CreateSandboxResponse]
     """Creates a sandbox and answers when it is READY.
 
+    Where all places are taken, of the service or of the spec's owner, the call waits for one: first come, first served
+    among an owner's creates, owners in turn, for at most the operator's `queue_timeout_s` and 0.8 of the call's deadline.
+
     Idempotent by request_id for an hour: the same id with the same spec gives the first answer; with another spec
     ALREADY_EXISTS (REQUEST_ID_REUSED).
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the spec asks for what the backend cannot do; UPSTREAM_NOT_ALLOWED;
-    BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, with
-    RetryInfo). Nothing is left behind by any of them, nor by a cancelled call.
+    BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, OWNER_LIMIT:
+    no place became free in that time, or too many wait already; with RetryInfo), ABORTED (DELETED_MEANWHILE). Nothing is
+    left behind by any of them, nor by a cancelled call.
     """
     GetSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSandboxRequest, _sandbox_service_pb2.GetSandboxResponse]
     """Errors: NOT_FOUND (SANDBOX_UNKNOWN)."""
@@ -53,7 +59,7 @@ class SandboxServiceStub:
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
     """
     ListSandboxes: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListSandboxesRequest, _sandbox_service_pb2.ListSandboxesResponse]
-    """Lists sandboxes that are not DELETED, newest first."""
+    """Lists sandboxes that are not DELETED, newest first. One that is to be deleted is listed until nothing of it is left."""
     WatchSandbox: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxRequest, _sandbox_service_pb2.WatchSandboxResponse]
     """Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
@@ -61,18 +67,23 @@ class SandboxServiceStub:
     DeleteSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxRequest, _sandbox_service_pb2.DeleteSandboxResponse]
     """Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
     DELETED is a success.
+    Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: its backend has failed so far; it is tried again, whether or not
+    this call is repeated, until nothing of the sandbox is left).
     """
     DeleteSandboxes: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxesRequest, _sandbox_service_pb2.DeleteSandboxesResponse]
     """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required."""
     RenewLease: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.RenewLeaseRequest, _sandbox_service_pb2.RenewLeaseResponse]
-    """Sets the end of the lease to now + `lease`.
-    Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+    """Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
+    that is sooner; the answer says which end was granted.
+    Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
     """
     ListBackends: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]
     """What this service's backends can do on this machine."""
     PrepareSnapshot: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.PrepareSnapshotRequest, _sandbox_service_pb2.PrepareSnapshotResponse]
     """Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
-    it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing.
+    it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
+    operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
+    the last minute; none survives the service. Prepare a forgotten one again.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
     """
     GetSnapshot: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSnapshotRequest, _sandbox_service_pb2.GetSnapshotResponse]
@@ -80,23 +91,32 @@ class SandboxServiceStub:
     ListSnapshots: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListSnapshotsRequest, _sandbox_service_pb2.ListSnapshotsResponse]
     """Lists snapshots, newest first."""
     DeleteSnapshot: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSnapshotRequest, _sandbox_service_pb2.DeleteSnapshotResponse]
-    """Idempotent. Sandboxes made from it live on."""
+    """Idempotent. Sandboxes made from it live on, and its files go with the last of them.
+    Errors: UNAVAILABLE (DELETE_PENDING), as for DeleteSandbox.
+    """
     ForkSandboxes: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.ForkSandboxesRequest, _sandbox_service_pb2.ForkSandboxesResponse]
-    """Makes n sandboxes from a snapshot or from a live sandbox (whose processes are frozen while its files are sealed),
-    one message a child, in order of completion; a child's failure is its own. Idempotent by request_id.
-    Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING).
+    """Makes n sandboxes from a snapshot or from a live sandbox, one message a child, in order of completion; a child's
+    failure is its own. Idempotent by request_id.
+
+    A live sandbox, READY or PAUSED, is frozen while its files are copied, once; its processes and what lies in memory
+    (/tmp, /dev/shm) are not in the children. The copy goes with the last child. Capabilities.live_fork says where.
+    Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
+    SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
     """
     SetNetworkPolicy: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.SetNetworkPolicyRequest, _sandbox_service_pb2.SetNetworkPolicyResponse]
     """Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
     Errors: FAILED_PRECONDITION (POLICY_WIDER), NOT_FOUND (SANDBOX_UNKNOWN).
     """
     PauseSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.PauseSandboxRequest, _sandbox_service_pb2.PauseSandboxResponse]
-    """Freezes every process.
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
+    """Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
+    timeouts of commands: one that times out, or is killed by KillProcess, is ended in the paused sandbox, which runs for
+    that moment.
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
+    UNAVAILABLE (PAUSE_FAILED, with RetryInfo: some process did not stand still in time; nothing is frozen).
     """
     ResumeSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.ResumeSandboxRequest, _sandbox_service_pb2.ResumeSandboxResponse]
     """Thaws a PAUSED sandbox. A READY one is a success.
-    Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+    Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
     """
     GetStats: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetStatsRequest, _sandbox_service_pb2.GetStatsResponse]
     """What a sandbox uses now and used at most.
@@ -114,17 +134,23 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
+    Work in a PAUSED sandbox (its programs, files, figures and network policy; not KillProcess) is FAILED_PRECONDITION
+    (SANDBOX_PAUSED), in all services of this package.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.CreateSandboxRequest, _sandbox_service_pb2.CreateSandboxResponse]  # type: ignore[assignment]
     """Creates a sandbox and answers when it is READY.
 
+    Where all places are taken, of the service or of the spec's owner, the call waits for one: first come, first served
+    among an owner's creates, owners in turn, for at most the operator's `queue_timeout_s` and 0.8 of the call's deadline.
+
     Idempotent by request_id for an hour: the same id with the same spec gives the first answer; with another spec
     ALREADY_EXISTS (REQUEST_ID_REUSED).
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the spec asks for what the backend cannot do; UPSTREAM_NOT_ALLOWED;
-    BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, with
-    RetryInfo). Nothing is left behind by any of them, nor by a cancelled call.
+    BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, OWNER_LIMIT:
+    no place became free in that time, or too many wait already; with RetryInfo), ABORTED (DELETED_MEANWHILE). Nothing is
+    left behind by any of them, nor by a cancelled call.
     """
     GetSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSandboxRequest, _sandbox_service_pb2.GetSandboxResponse]  # type: ignore[assignment]
     """Errors: NOT_FOUND (SANDBOX_UNKNOWN)."""
@@ -133,7 +159,7 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
     """
     ListSandboxes: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListSandboxesRequest, _sandbox_service_pb2.ListSandboxesResponse]  # type: ignore[assignment]
-    """Lists sandboxes that are not DELETED, newest first."""
+    """Lists sandboxes that are not DELETED, newest first. One that is to be deleted is listed until nothing of it is left."""
     WatchSandbox: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxRequest, _sandbox_service_pb2.WatchSandboxResponse]  # type: ignore[assignment]
     """Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
@@ -141,18 +167,23 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     DeleteSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxRequest, _sandbox_service_pb2.DeleteSandboxResponse]  # type: ignore[assignment]
     """Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
     DELETED is a success.
+    Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: its backend has failed so far; it is tried again, whether or not
+    this call is repeated, until nothing of the sandbox is left).
     """
     DeleteSandboxes: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxesRequest, _sandbox_service_pb2.DeleteSandboxesResponse]  # type: ignore[assignment]
     """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required."""
     RenewLease: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.RenewLeaseRequest, _sandbox_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
-    """Sets the end of the lease to now + `lease`.
-    Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+    """Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
+    that is sooner; the answer says which end was granted.
+    Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
     """
     ListBackends: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListBackendsRequest, _sandbox_service_pb2.ListBackendsResponse]  # type: ignore[assignment]
     """What this service's backends can do on this machine."""
     PrepareSnapshot: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.PrepareSnapshotRequest, _sandbox_service_pb2.PrepareSnapshotResponse]  # type: ignore[assignment]
     """Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
-    it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing.
+    it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
+    operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
+    the last minute; none survives the service. Prepare a forgotten one again.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
     """
     GetSnapshot: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSnapshotRequest, _sandbox_service_pb2.GetSnapshotResponse]  # type: ignore[assignment]
@@ -160,23 +191,32 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     ListSnapshots: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ListSnapshotsRequest, _sandbox_service_pb2.ListSnapshotsResponse]  # type: ignore[assignment]
     """Lists snapshots, newest first."""
     DeleteSnapshot: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSnapshotRequest, _sandbox_service_pb2.DeleteSnapshotResponse]  # type: ignore[assignment]
-    """Idempotent. Sandboxes made from it live on."""
+    """Idempotent. Sandboxes made from it live on, and its files go with the last of them.
+    Errors: UNAVAILABLE (DELETE_PENDING), as for DeleteSandbox.
+    """
     ForkSandboxes: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.ForkSandboxesRequest, _sandbox_service_pb2.ForkSandboxesResponse]  # type: ignore[assignment]
-    """Makes n sandboxes from a snapshot or from a live sandbox (whose processes are frozen while its files are sealed),
-    one message a child, in order of completion; a child's failure is its own. Idempotent by request_id.
-    Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING).
+    """Makes n sandboxes from a snapshot or from a live sandbox, one message a child, in order of completion; a child's
+    failure is its own. Idempotent by request_id.
+
+    A live sandbox, READY or PAUSED, is frozen while its files are copied, once; its processes and what lies in memory
+    (/tmp, /dev/shm) are not in the children. The copy goes with the last child. Capabilities.live_fork says where.
+    Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
+    SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
     """
     SetNetworkPolicy: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.SetNetworkPolicyRequest, _sandbox_service_pb2.SetNetworkPolicyResponse]  # type: ignore[assignment]
     """Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
     Errors: FAILED_PRECONDITION (POLICY_WIDER), NOT_FOUND (SANDBOX_UNKNOWN).
     """
     PauseSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.PauseSandboxRequest, _sandbox_service_pb2.PauseSandboxResponse]  # type: ignore[assignment]
-    """Freezes every process.
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
+    """Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
+    timeouts of commands: one that times out, or is killed by KillProcess, is ended in the paused sandbox, which runs for
+    that moment.
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
+    UNAVAILABLE (PAUSE_FAILED, with RetryInfo: some process did not stand still in time; nothing is frozen).
     """
     ResumeSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.ResumeSandboxRequest, _sandbox_service_pb2.ResumeSandboxResponse]  # type: ignore[assignment]
     """Thaws a PAUSED sandbox. A READY one is a success.
-    Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+    Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
     """
     GetStats: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetStatsRequest, _sandbox_service_pb2.GetStatsResponse]  # type: ignore[assignment]
     """What a sandbox uses now and used at most.
@@ -193,6 +233,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNAVAILABLE (DRAINING, JOURNAL_CLOSED) while the service stops.
+    Work in a PAUSED sandbox (its programs, files, figures and network policy; not KillProcess) is FAILED_PRECONDITION
+    (SANDBOX_PAUSED), in all services of this package.
     """
 
     @_abc_1.abstractmethod
@@ -203,11 +245,15 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_sandbox_service_pb2.CreateSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.CreateSandboxResponse]]:
         """Creates a sandbox and answers when it is READY.
 
+        Where all places are taken, of the service or of the spec's owner, the call waits for one: first come, first served
+        among an owner's creates, owners in turn, for at most the operator's `queue_timeout_s` and 0.8 of the call's deadline.
+
         Idempotent by request_id for an hour: the same id with the same spec gives the first answer; with another spec
         ALREADY_EXISTS (REQUEST_ID_REUSED).
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING: the spec asks for what the backend cannot do; UPSTREAM_NOT_ALLOWED;
-        BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, with
-        RetryInfo). Nothing is left behind by any of them, nor by a cancelled call.
+        BACKEND_UNAVAILABLE), NOT_FOUND (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), RESOURCE_EXHAUSTED (SANDBOX_LIMIT, OWNER_LIMIT:
+        no place became free in that time, or too many wait already; with RetryInfo), ABORTED (DELETED_MEANWHILE). Nothing is
+        left behind by any of them, nor by a cancelled call.
         """
 
     @_abc_1.abstractmethod
@@ -234,7 +280,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.ListSandboxesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.ListSandboxesResponse, _abc.Awaitable[_sandbox_service_pb2.ListSandboxesResponse]]:
-        """Lists sandboxes that are not DELETED, newest first."""
+        """Lists sandboxes that are not DELETED, newest first. One that is to be deleted is listed until nothing of it is left."""
 
     @_abc_1.abstractmethod
     def WatchSandbox(
@@ -254,6 +300,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_sandbox_service_pb2.DeleteSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.DeleteSandboxResponse]]:
         """Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
         DELETED is a success.
+        Errors: UNAVAILABLE (DELETE_PENDING, with RetryInfo: its backend has failed so far; it is tried again, whether or not
+        this call is repeated, until nothing of the sandbox is left).
         """
 
     @_abc_1.abstractmethod
@@ -270,8 +318,9 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.RenewLeaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.RenewLeaseResponse, _abc.Awaitable[_sandbox_service_pb2.RenewLeaseResponse]]:
-        """Sets the end of the lease to now + `lease`.
-        Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+        """Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
+        that is sooner; the answer says which end was granted.
+        Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_NOT_READY), INVALID_ARGUMENT (INVALID_LEASE).
         """
 
     @_abc_1.abstractmethod
@@ -289,7 +338,9 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.PrepareSnapshotResponse], _abc.AsyncIterator[_sandbox_service_pb2.PrepareSnapshotResponse]]:
         """Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
-        it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing.
+        it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
+        operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
+        the last minute; none survives the service. Prepare a forgotten one again.
         Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
         """
 
@@ -315,7 +366,9 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.DeleteSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.DeleteSnapshotResponse, _abc.Awaitable[_sandbox_service_pb2.DeleteSnapshotResponse]]:
-        """Idempotent. Sandboxes made from it live on."""
+        """Idempotent. Sandboxes made from it live on, and its files go with the last of them.
+        Errors: UNAVAILABLE (DELETE_PENDING), as for DeleteSandbox.
+        """
 
     @_abc_1.abstractmethod
     def ForkSandboxes(
@@ -323,9 +376,13 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.ForkSandboxesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.ForkSandboxesResponse], _abc.AsyncIterator[_sandbox_service_pb2.ForkSandboxesResponse]]:
-        """Makes n sandboxes from a snapshot or from a live sandbox (whose processes are frozen while its files are sealed),
-        one message a child, in order of completion; a child's failure is its own. Idempotent by request_id.
-        Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING).
+        """Makes n sandboxes from a snapshot or from a live sandbox, one message a child, in order of completion; a child's
+        failure is its own. Idempotent by request_id.
+
+        A live sandbox, READY or PAUSED, is frozen while its files are copied, once; its processes and what lies in memory
+        (/tmp, /dev/shm) are not in the children. The copy goes with the last child. Capabilities.live_fork says where.
+        Errors: NOT_FOUND (SNAPSHOT_UNKNOWN, SANDBOX_UNKNOWN), FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST,
+        SANDBOX_NOT_READY), UNAVAILABLE (PAUSE_FAILED), ALREADY_EXISTS (REQUEST_ID_REUSED), INTERNAL (SEAL_FAILED).
         """
 
     @_abc_1.abstractmethod
@@ -344,8 +401,11 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.PauseSandboxRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.PauseSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.PauseSandboxResponse]]:
-        """Freezes every process.
-        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
+        """Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
+        timeouts of commands: one that times out, or is killed by KillProcess, is ended in the paused sandbox, which runs for
+        that moment.
+        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY), NOT_FOUND (SANDBOX_UNKNOWN),
+        UNAVAILABLE (PAUSE_FAILED, with RetryInfo: some process did not stand still in time; nothing is frozen).
         """
 
     @_abc_1.abstractmethod
@@ -355,7 +415,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.ResumeSandboxResponse, _abc.Awaitable[_sandbox_service_pb2.ResumeSandboxResponse]]:
         """Thaws a PAUSED sandbox. A READY one is a success.
-        Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+        Errors: NOT_FOUND (SANDBOX_UNKNOWN), FAILED_PRECONDITION (SANDBOX_LOST, SANDBOX_NOT_READY).
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,181 @@
+"""A copy of a sandbox's writable layer, while the sandbox stands still.
+
+Purpose: everything that overlayfs sees is kept: owners, modes, times, extended attributes (opaque directories), hard
+links, holes and whiteouts. Blocks are shared where the file system can (FICLONE).
+
+Invariants: walked by descriptor, no link is ever followed, since an agent made these names and the service may be root;
+as deep as a tree may be, no name grows too long, and one pair of descriptors is open for each level.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SOURCE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_TARGET = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FICLONE = 0x40049409  # linux/fs.h
+_CANNOT = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS)
+_CHUNK = 8 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class _Level:
+    """A directory that is being copied: its descriptors, its path from the root, and what is still to be entered."""
+
+    source: int
+    target: int
+    path: str
+    folders: Iterator[str]
+
+
+def copy(source: Path, target: Path) -> int:
+    """Copy the tree ``source`` to ``target``, which must not exist; answers the bytes of its files. Raises OSError."""
+    target.mkdir(mode=0o700)
+    levels: list[_Level] = []
+    copier: _Copier | None = None
+    try:
+        opened = os.open(source, _FOLDER)
+        made = os.open(target, _FOLDER)
+        copier = _Copier(os.dup(made))
+        levels.append(_Level(opened, made, "", iter(())))
+        levels[0].folders = copier.files_of(levels[0])
+        while levels:
+            level = levels[-1]
+            name = next(level.folders, None)
+            if name is None:
+                # Last: what was put into it has changed its times.
+                _copy_metadata(level.source, level.target)
+                _close(levels.pop())
+                continue
+            os.mkdir(name, 0o700, dir_fd=level.target)
+            opened = os.open(name, _FOLDER, dir_fd=level.source)
+            try:
+                made = os.open(name, _FOLDER, dir_fd=level.target)
+            except BaseException:
+                os.close(opened)
+                raise
+            below = _Level(opened, made, f"{level.path}{name}/", iter(()))
+            levels.append(below)
+            below.folders = copier.files_of(below)
+        return copier.bytes
+    finally:
+        for level in levels:
+            _close(level)
+        if copier is not None:
+            os.close(copier.root)
+
+
+def _close(level: _Level) -> None:
+    os.close(level.source)
+    os.close(level.target)
+
+
+class _Copier:
+    """Copies what is no directory; ``root`` is a descriptor of the copy's root."""
+
+    def __init__(self, root: int) -> None:
+        self.root = root
+        self.bytes = 0
+        self._clones = True
+        self._linked: dict[tuple[int, int], str] = {}
+
+    def files_of(self, level: _Level) -> Iterator[str]:
+        """Copy the files of a directory; answers the names of its directories."""
+        folders = []
+        for name in os.listdir(level.source):
+            status = os.stat(name, dir_fd=level.source, follow_symlinks=False)
+            kind = stat.S_IFMT(status.st_mode)
+            if kind == stat.S_IFDIR:
+                folders.append(name)
+            elif kind == stat.S_IFREG:
+                self._file(level, name, status)
+            elif kind == stat.S_IFLNK:
+                os.symlink(os.readlink(name, dir_fd=level.source), name, dir_fd=level.target)
+                _own(name, level.target, status)
+                os.utime(name, ns=_times(status), dir_fd=level.target, follow_symlinks=False)
+            elif kind in (stat.S_IFIFO, stat.S_IFSOCK) or (kind == stat.S_IFCHR and status.st_rdev == 0):
+                # The last is a whiteout: overlayfs's word for a deletion.
+                os.mknod(name, status.st_mode, 0, dir_fd=level.target)
+                _own(name, level.target, status)
+        return iter(folders)
+
+    def _file(self, level: _Level, name: str, status: os.stat_result) -> None:
+        if status.st_nlink > 1 and self._link(level, name, status):
+            return
+        source = os.open(name, _SOURCE, dir_fd=level.source)
+        try:
+            target = os.open(name, _TARGET, 0o600, dir_fd=level.target)
+            try:
+                self._content(source, target, status.st_size)
+                _copy_metadata(source, target)
+            finally:
+                os.close(target)
+        finally:
+            os.close(source)
+        self.bytes += status.st_size
+
+    def _link(self, level: _Level, name: str, status: os.stat_result) -> bool:
+        first = self._linked.setdefault((status.st_dev, status.st_ino), level.path + name)
+        if first == level.path + name:
+            return False
+        try:
+            os.link(first, name, src_dir_fd=self.root, dst_dir_fd=level.target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            return False  # a copy of its own, so deep down
+        return True
+
+    def _content(self, source: int, target: int, size: int) -> None:
+        if self._clones:
+            try:
+                fcntl.ioctl(target, _FICLONE, source)
+            except OSError as error:
+                if error.errno not in _CANNOT:
+                    raise
+                self._clones = False
+            else:
+                return
+        os.truncate(target, size)
+        position = 0
+        while position < size:
+            try:
+                start = os.lseek(source, position, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                return  # the rest is a hole
+            position = min(size, os.lseek(source, start, os.SEEK_HOLE))
+            while start < position:
+                moved = os.copy_file_range(source, target, min(_CHUNK, position - start), start, start)
+                if not moved:
+                    return
+                start += moved
+
+
+def _copy_metadata(source: int, target: int) -> None:
+    status = os.fstat(source)
+    if os.geteuid() == 0:
+        os.fchown(target, status.st_uid, status.st_gid)
+    for key in os.listxattr(source):
+        if not key.startswith(("security.", "system.")):
+            os.setxattr(target, key, os.getxattr(source, key))
+    # After the owner: changing that takes the set-user bit away.
+    os.fchmod(target, stat.S_IMODE(status.st_mode))
+    os.utime(target, ns=_times(status))
+
+
+def _own(name: str, folder: int, status: os.stat_result) -> None:
+    if os.geteuid() == 0:
+        os.chown(name, status.st_uid, status.st_gid, dir_fd=folder, follow_symlinks=False)
+
+
+def _times(status: os.stat_result) -> tuple[int, int]:
+    return status.st_atime_ns, status.st_mtime_ns
