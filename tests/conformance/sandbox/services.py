@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+from tests.support.hf_jobs.client import hf_jobs
 
 from penstock.sandbox.v1 import (
     file_service_pb2_grpc,
@@ -48,6 +49,20 @@ class Variant:
 
 _ATTENDED = {"attended": "tests.support.attended_backend:AttendedBackend"}
 
+
+
+@asynccontextmanager
+async def _hf_jobs() -> AsyncIterator[Mapping[str, str]]:
+    async with hf_jobs() as jobs:
+        yield jobs.environment
+
+
+_HF = {
+    "PENSTOCK_SANDBOX_DEFAULT_BACKEND": "hf",
+    # Accepted here, so that the endpoint is tried; what it does not keep from a sandbox is no part of its tests.
+    "PENSTOCK_SANDBOX_HF_ALLOW_OPEN_EGRESS": "true",
+}
+
 SERVICES: Mapping[str, Variant] = {
     "local": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "local"}),
     # As most people run it: not root, no control groups of its own.
@@ -60,6 +75,7 @@ SERVICES: Mapping[str, Variant] = {
     "attended-ordinary-user": Variant(
         {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"}, ordinary_user=True, plugins=_ATTENDED
     ),
+    "hf-hub": Variant(_HF, surroundings=_hf_jobs),
 }
 
 

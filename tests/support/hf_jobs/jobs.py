@@ -211,9 +211,9 @@ class StandIn:
             raise web.HTTPBadGateway(text="nothing listens there yet") from None
         except aiohttp.ClientError:
             # The job ended in the middle of its answer: so does the proxy's.
-            assert request.transport is not None
-            request.transport.abort()
-            raise
+            if request.transport is not None:
+                request.transport.abort()
+            raise asyncio.CancelledError from None
 
     def _cut(self, job: Job) -> None:
         for stream in list(job.streams):

@@ -56,13 +56,16 @@ async def boot(folder: Path, program: str, arguments: Sequence[str], environment
         argv += [part for name in _CAPABILITIES for part in ("--cap-add", f"CAP_{name}")]
     else:
         argv += ["--unshare-user", "--uid", "0", "--gid", "0", "--cap-add", "ALL"]
-    for path in dict.fromkeys((*_SEEN, sys.base_prefix, sys.prefix)):
-        if Path(path).is_symlink():
-            argv += ["--symlink", os.readlink(path), path]
-        elif Path(path).exists():
-            argv += ["--ro-bind", path, path]
+    # Before what is bound below them: what bubblewrap makes by itself is closed to ordinary users.
+    parents = {parent for path in _prefixes() for parent in path.parents if parent != Path("/")}
+    for path in sorted({*parents, *map(Path, ("/etc", "/home", "/opt", "/root", "/var/tmp", "/var"))}):
+        argv += ["--perms", "0755", "--dir", str(path)]
+    for path in dict.fromkeys((*map(Path, _SEEN), *_prefixes())):
+        if path.is_symlink():
+            argv += ["--symlink", str(path.readlink()), str(path)]
+        elif path.exists():
+            argv += ["--ro-bind", str(path), str(path)]
     # Copied in, not bound: who prepares a sandbox adds its user there.
-    argv += ["--dir", "/root", "--dir", "/home", "--dir", "/var/tmp", "--dir", "/etc"]
     copies = []
     for name in ("passwd", "group", "hosts"):
         descriptor = os.open(folder / name, os.O_RDONLY)
@@ -82,3 +85,8 @@ async def boot(folder: Path, program: str, arguments: Sequence[str], environment
     process.stdin.write(base64.b64encode(json.dumps(dict(environment)).encode()) + b"\n")
     process.stdin.close()
     return Machine(folder, process)
+
+
+def _prefixes() -> list[Path]:
+    """Where the interpreter of these tests is, which the stand-in's programs run with."""
+    return [path for path in map(Path, (sys.base_prefix, sys.prefix)) if not path.is_relative_to("/usr")]
