@@ -36,7 +36,7 @@ from penstock_chassis.errors import (
 )
 from penstock_chassis.journal import Journal
 from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle
-from penstock_sandbox.model import BackendInfo, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
+from penstock_sandbox.model import BackendInfo, ForkKind, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
 from penstock_sandbox.policy import Limits, Policy
 from penstock_sandbox.processes import Processes
 
@@ -227,6 +227,16 @@ class Sandboxes:
             spec, backend=name, lease_s=lease, resources=self._policy.with_defaults(backend, spec.resources)
         )
 
+    def refuse_unforkable(self, spec: SandboxSpec) -> None:
+        """Raise for a spec that no snapshot can be made of: what `create` raises, and CAPABILITY_MISSING (fork)."""
+        backend, _ = self._apply(spec)
+        if backend.capabilities.fork is ForkKind.NONE:
+            raise FailedPrecondition(
+                f"the {backend.name} backend cannot do this here: fork",
+                reason="CAPABILITY_MISSING",
+                metadata={"backend": backend.name, "capabilities": "fork"},
+            )
+
     def _pending(self) -> int:
         return sum(not request.made.done() for request in self._requests.values())
 
@@ -390,13 +400,19 @@ class Sandboxes:
         return live.view.expires_at
 
     async def set_network(self, sandbox_id: str, policy: NetworkPolicy) -> None:
-        """Narrow what a sandbox may reach. Raises FailedPrecondition (POLICY_WIDER)."""
+        """Narrow what a sandbox may reach. Raises FailedPrecondition (POLICY_WIDER, CAPABILITY_MISSING)."""
         live, handle, _ = self.usable(sandbox_id)
         present = live.view.spec.network
         if policy == present:
             return
         if policy.kind.value >= present.kind.value:
             raise FailedPrecondition("a network policy can only be narrowed", reason="POLICY_WIDER")
+        if not live.backend.allows(policy.kind):
+            raise FailedPrecondition(
+                f"the {live.backend.name} backend cannot do this here: network {policy.kind.name}",
+                reason="CAPABILITY_MISSING",
+                metadata={"backend": live.backend.name, "capabilities": f"network {policy.kind.name}"},
+            )
         await handle.set_network(policy)
         live.become(spec=dataclasses.replace(live.view.spec, network=policy))
 

@@ -50,7 +50,6 @@ class Variant:
 _ATTENDED = {"attended": "tests.support.attended_backend:AttendedBackend"}
 
 
-
 @asynccontextmanager
 async def _hf_jobs() -> AsyncIterator[Mapping[str, str]]:
     async with hf_jobs() as jobs:
@@ -123,9 +122,7 @@ def _prefixed(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _process(
-    state_dir: Path, name: str, variant: Variant, further: Mapping[str, str]
-) -> AsyncIterator[Running]:
+async def _process(state_dir: Path, name: str, variant: Variant, further: Mapping[str, str]) -> AsyncIterator[Running]:
     environment = {
         "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
         "HOME": str(state_dir),

@@ -72,6 +72,7 @@ async def boot(folder: Path, program: str, arguments: Sequence[str], environment
         copies.append(descriptor)
         argv += ["--perms", "0644", "--file", str(descriptor), f"/etc/{name}"]
     argv += ["--proc", "/proc", "--dev", "/dev", "--size", str(1 << 30), "--tmpfs", "/tmp", "--chmod", "1777", "/tmp"]
+    argv += ["--size", str(1 << 26), "--tmpfs", "/dev/shm", "--chmod", "1777", "/dev/shm"]
     argv += ["--bind", str(run), "/run", "--ro-bind", str(_HERE), "/opt/stand-in", "--chdir", "/"]
     argv += ["--setenv", "PATH", f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"]
     argv += ["--setenv", "HOME", "/root"]

@@ -91,7 +91,9 @@ async def start_attendant(remote: Remote, program: bytes, *, as_root: bool) -> l
         )
     uid, gid, python = prepared.stdout.split()
     await remote.upload(PROGRAM, program)
-    serve = [python, PROGRAM, "serve", "--socket", SOCKET]
+    # Without what the image's site-packages would run at every start.
+    command = [python, "-I", "-S", PROGRAM]
+    serve = [*command, "serve", "--socket", SOCKET]
     if as_root:
         serve += ["--home", ROOT_HOME, "--workdir", WORKDIR]
     else:
@@ -101,4 +103,4 @@ async def start_attendant(remote: Remote, program: bytes, *, as_root: bool) -> l
         raise Unavailable(
             f"the attendant did not start (exit {started.code})", reason="CREATE_FAILED", retry_after_s=1.0
         )
-    return [python, PROGRAM]
+    return command
