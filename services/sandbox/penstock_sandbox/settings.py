@@ -60,7 +60,7 @@ class SandboxSettings(ServiceSettings):
         64, ge=1, le=1024, description="most hf sandboxes at once; each holds one of the service's threads"
     )
     hf_idle_timeout_s: float = Field(
-        600.0, ge=60, description="seconds after which an hf sandbox ends that this service no longer touches"
+        600.0, ge=1, description="seconds after which an hf sandbox ends that this service no longer touches"
     )
     hf_start_timeout_s: float = Field(300.0, gt=0, description="seconds that an hf sandbox may take to start")
     hf_allow_open_egress: bool = Field(

@@ -114,7 +114,9 @@ async def start_on(state_dir: Path, name: str, **settings: str) -> AsyncIterator
     variant = SERVICES[name]
     async with AsyncExitStack() as stack:
         beside = await stack.enter_async_context(variant.surroundings()) if variant.surroundings is not None else {}
-        yield await stack.enter_async_context(_process(state_dir, name, variant, {**beside, **_prefixed(settings)}))
+        yield await stack.enter_async_context(
+            start_variant(state_dir, name, variant, {**beside, **_prefixed(settings)})
+        )
 
 
 def _prefixed(settings: Mapping[str, str]) -> dict[str, str]:
@@ -122,7 +124,10 @@ def _prefixed(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _process(state_dir: Path, name: str, variant: Variant, further: Mapping[str, str]) -> AsyncIterator[Running]:
+async def start_variant(
+    state_dir: Path, name: str, variant: Variant, further: Mapping[str, str]
+) -> AsyncIterator[Running]:
+    """Start a variant's service among surroundings that are there; `further` are environment variables."""
     environment = {
         "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
         "HOME": str(state_dir),

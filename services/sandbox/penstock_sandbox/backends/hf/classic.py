@@ -141,12 +141,12 @@ class ClassicRemote(Remote):
         await self.upload(_POLLER, await self.threads.ask(Path(poller.__file__).read_bytes))
         python = command[0]
 
-        def stream(argv: list[str], feed: Feed, complain: Feed) -> None:
+        def stream(argv: list[str], feed: Feed, complain: Feed) -> int | None:
             socket = f"{bootstrap.FOLDER}/run/{secrets.token_hex(8)}.sock"
             kept = self._exec(["/bin/sh", "-c", _KEEP, python, _POLLER, "keep", "--socket", socket, "--", *argv])
             if kept.code != 0:
                 complain(kept.stderr)
-                return
+                return None
             offset, state = 0, poller.MORE
             while state == poller.MORE:
                 asked = ["--socket", socket, "--offset", str(offset), "--wait", str(_POLL_S)]
@@ -154,9 +154,10 @@ class ClassicRemote(Remote):
                 state, _, text = taken.stdout.partition("\n")
                 if taken.code != 0 or state == poller.LOST:
                     complain(taken.stderr)
-                    return
+                    return None
                 feed(text)
                 offset += len(text)
+            return int(state.removeprefix(poller.END))
 
         return Armoured(await SplitPipe.open(self, command, stream, self.threads))
 

@@ -152,8 +152,9 @@ class HubRemote(Remote):
         await self.jobs.ask("an upload failed", lambda: self._sandbox.files.write(path, content, mode="700"))
 
     async def attach(self, command: list[str]) -> Pipe:
-        def stream(argv: list[str], feed: Feed, complain: Feed) -> None:
-            self._sandbox.run(argv, on_stdout=feed, on_stderr=complain, capture_output=False, check=False)
+        def stream(argv: list[str], feed: Feed, complain: Feed) -> int | None:
+            done = self._sandbox.run(argv, on_stdout=feed, on_stderr=complain, capture_output=False, check=False)
+            return done.exit_code
 
         return Armoured(await SplitPipe.open(self, command, stream, self.threads))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from penstock_chassis.errors import PenstockError
+from penstock_sandbox.backends.attended.pipe import SandboxGone
 from penstock_sandbox.backends.hf import bootstrap
 from penstock_sandbox.backends.hf.threads import Threads, tell
 
@@ -22,13 +23,15 @@ if TYPE_CHECKING:
     from penstock_sandbox.backends.hf.client import Remote
 
 Feed = Callable[[str], None]
-Streamer = Callable[[list[str], Feed, Feed], None]
-"""Runs a command and feeds its output and its errors as they come, in a thread, until the command has ended."""
+Streamer = Callable[[list[str], Feed, Feed], int | None]
+"""Runs a command and feeds its output and its errors as they come, in a thread; answers its exit code, where known."""
 
 _HEAR = ("--socket", bootstrap.SOCKET, "--output-only", "--armour")
 _SPEAK = ("--socket", bootstrap.SOCKET, "--armour")
 # Only if the number is still that process's.
 _END = 'grep -qs output-only "/proc/$0/cmdline" && kill "$0"'
+_NOBODY_LISTENS = 69
+"""How `attach` and `put` end where there is no attendant (any more)."""
 _PIECES = 64
 _ERRORS_KEPT = 500
 
@@ -50,6 +53,7 @@ class SplitPipe:
         self._over = asyncio.Event()
         self._closed = False
         self._why = ""
+        self._code: int | None = None
         self._errors = ""
         self._pid = ""
 
@@ -61,14 +65,14 @@ class SplitPipe:
         argv = ["/bin/sh", "-c", 'echo $$; exec "$@"', "sh", *command, "attach", *_HEAR]
 
         def run() -> None:
-            why = "the attendant's output ended"
+            why, code = "the attendant's output ended", None
             try:
-                stream(argv, pipe._feed, pipe._complain)
+                code = stream(argv, pipe._feed, pipe._complain)
             except PipeEnded:
                 why = "closed"
             except Exception as error:  # noqa: BLE001 - whatever ends a stream ends the pipe, which says why
                 why = f"{type(error).__name__} while streaming"
-            tell(pipe._loop, pipe._ended, why)
+            tell(pipe._loop, pipe._ended, why, code)
 
         await threads.stream(run)
         return pipe
@@ -94,6 +98,8 @@ class SplitPipe:
         if self._over.is_set():
             raise PipeEnded(self._why)
         outcome = await self._remote.run([*self._command, "put", *_SPEAK], data.decode("ascii"))
+        if outcome.code == _NOBODY_LISTENS:
+            raise SandboxGone("ATTENDANT_ENDED")
         if outcome.code != 0:
             raise PipeEnded(f"the attendant took no input (exit {outcome.code}): {outcome.stderr[-_ERRORS_KEPT:]}")
 
@@ -115,11 +121,14 @@ class SplitPipe:
                     yield self._arrived.get_nowait()
         finally:
             over.cancel()
+        if self._code == _NOBODY_LISTENS:
+            raise SandboxGone("ATTENDANT_ENDED")
         if self._why:
             raise PipeEnded(f"{self._why} {self._errors}".strip())
 
-    def _ended(self, why: str) -> None:
+    def _ended(self, why: str, code: int | None = None) -> None:
         self._why = self._why or why
+        self._code = code
         self._over.set()
 
     async def aclose(self) -> None:

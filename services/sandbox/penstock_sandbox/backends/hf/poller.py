@@ -28,15 +28,18 @@ MORE, END, LOST = "more", "end", "lost"
 class Keeper:
     """The output of one command, from byte ``begin`` on."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: subprocess.Popen[bytes]) -> None:
+        self._command = command
         self._changed = threading.Condition()
         self._held = bytearray()
         self._begin = 0
         self._ended = False
         self.asked_at = time.monotonic()
 
-    def read(self, descriptor: int) -> None:
+    def read(self) -> None:
         """Hold what comes, until it ends."""
+        assert self._command.stdout is not None
+        descriptor = self._command.stdout.fileno()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: len(self._held) < KEPT)
@@ -49,7 +52,7 @@ class Keeper:
                 return
 
     def take(self, offset: int, wait_s: float) -> bytes:
-        """A first line, then everything from ``offset`` on; waits for the first of it."""
+        """A first line (``more``, ``end CODE`` or ``lost``), then all from ``offset`` on; waits for the first of it."""
         with self._changed:
             self.asked_at = time.monotonic()
             if not self._begin <= offset <= self._begin + len(self._held):
@@ -59,7 +62,8 @@ class Keeper:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._held or self._ended, wait_s)
             self.asked_at = time.monotonic()
-            state = END if self._ended and not self._held else MORE
+            over = self._ended and not self._held
+            state = "%s %d" % (END, self._command.wait()) if over else MORE
             return (state + "\n").encode() + bytes(self._held)
 
 
@@ -73,9 +77,8 @@ def keep(path: str, argv: list[str]) -> None:
         os._exit(0)
     os.setsid()
     command = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert command.stdout is not None
-    keeper = Keeper()
-    threading.Thread(target=keeper.read, args=(command.stdout.fileno(),), daemon=True).start()
+    keeper = Keeper(command)
+    threading.Thread(target=keeper.read, daemon=True).start()
     listener.settimeout(FORGOTTEN_S / 4)
     while time.monotonic() - keeper.asked_at < FORGOTTEN_S:
         try:
