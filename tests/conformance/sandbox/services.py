@@ -74,7 +74,12 @@ SERVICES: Mapping[str, Variant] = {
     "attended-ordinary-user": Variant(
         {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"}, ordinary_user=True, plugins=_ATTENDED
     ),
+    # Unmodified SDKs against a stand-in of Hugging Face's Jobs (tests/support/hf_jobs says what that does not show).
     "hf-hub": Variant(_HF, surroundings=_hf_jobs),
+    "hf-sandbox": Variant(
+        {**_HF, "PENSTOCK_SANDBOX_HF_CLIENT": "hf-sandbox", "PYTHONPATH": str(_ROOT / "tests/support/hf_jobs/hasten")},
+        surroundings=_hf_jobs,
+    ),
 }
 
 

@@ -20,7 +20,7 @@ import platform
 import signal
 import socket
 import sys
-from typing import List, NoReturn, Optional, Tuple
+from typing import Any, List, NoReturn, Optional, Tuple
 
 from penstock_sandbox.attendant import connections, frames, system
 
@@ -151,7 +151,7 @@ def _listen(path: str) -> Optional[socket.socket]:
 
 
 def _daemon(
-    given: argparse.Namespace, listener: socket.socket, log: int, tell: int, folder: str, kind: type
+    given: argparse.Namespace, listener: socket.socket, log: int, tell: int, folder: str, kind: Any
 ) -> NoReturn:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
@@ -209,9 +209,7 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
         confined = True
         life = system.Life(given.enter)
         if root and given.user is not None:
-            outer = tuple(
-                system.outside(given.enter, kind, number) for kind, number in zip(("uid", "gid"), given.user)
-            )
+            outer = tuple(system.outside(given.enter, kind, number) for kind, number in zip(("uid", "gid"), given.user))
         namespace = system.enter(given.enter, root)
     if not root:
         # It entered its own sandbox, where it has one user and, until here, every capability.
@@ -295,5 +293,3 @@ def _leave_with_reader() -> None:
     poll.register(1, 0)
     poll.poll()
     os._exit(0)
-
-
