@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import signal
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest_asyncio
 from tests.conformance.sandbox.conftest import Box, claimed, failure
 from tests.conformance.sandbox.services import SERVICES, Running, start_variant
 from tests.support.hf_jobs.client import TOKEN, HfJobs, hf_jobs
+from tests.support.waiting import eventually_async
 
 from penstock.sandbox.v1 import process_service_pb2 as ps
 from penstock.sandbox.v1 import sandbox_pb2 as sb
@@ -37,7 +37,7 @@ async def jobs() -> AsyncIterator[HfJobs]:
 
 
 @pytest.fixture
-def state_dir() -> AsyncIterator[Path]:
+def state_dir() -> Iterator[Path]:
     """Where a service keeps its state, and its successor finds it."""
     with tempfile.TemporaryDirectory(prefix="penstock-hf-fault-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
@@ -65,9 +65,16 @@ async def create(service: Running, **spec: Any) -> Box:
 
 async def until_none_runs(jobs: HfJobs) -> None:
     """Jobs end a moment after they are told to."""
-    async with asyncio.timeout(60):
-        while await jobs.running():
-            await asyncio.sleep(0.1)
+    await until_run(jobs, 0)
+
+
+async def until_run(jobs: HfJobs, count: int) -> None:
+    """So many jobs run."""
+
+    async def so_many() -> bool:
+        return len(await jobs.running()) == count
+
+    await eventually_async(so_many, f"{count} jobs run")
 
 
 async def test_streams_that_are_cut_lose_and_double_nothing(jobs: HfJobs, state_dir: Path) -> None:
@@ -121,9 +128,7 @@ async def test_a_workload_that_ends_its_attendant_ends_its_sandbox_only(jobs: Hf
         await root.start("p", "bash", "-c", "pkill -9 -f '[a]ttendant.py'; sleep 4802")
         assert (await root.finish("p"))[2].reason == ps.EXIT_REASON_SANDBOX_LOST
         assert await other.out("echo alive") == "alive"
-        async with asyncio.timeout(60):
-            while len(await jobs.running()) > 1:
-                await asyncio.sleep(0.1)
+        await until_run(jobs, 1)
 
 
 async def test_killed_it_leaves_jobs_that_its_successor_ends_and_nobody_elses(jobs: HfJobs, state_dir: Path) -> None:
@@ -160,9 +165,7 @@ async def test_a_creation_that_is_cancelled_leaves_no_job(jobs: HfJobs, state_di
     async with serve(state_dir, jobs) as service:
         await jobs.fault("hold", on=True)
         call = service.sandboxes.CreateSandbox(request(), timeout=60)
-        async with asyncio.timeout(30):
-            while not await jobs.running():
-                await asyncio.sleep(0.05)
+        await until_run(jobs, 1)
         call.cancel()
         await until_none_runs(jobs)
         await jobs.fault("hold", on=False)
@@ -232,12 +235,12 @@ async def test_a_hugging_face_that_does_not_answer_is_asked_again(jobs: HfJobs, 
     """R27, R51"""
     await jobs.fault("fail", where="jobs", count=1, path="whoami")
     async with serve(state_dir, jobs) as service:
-        async with asyncio.timeout(60):
-            while True:
-                with contextlib.suppress(AssertionError):
-                    await claimed(service)
-                    break
-                await asyncio.sleep(0.1)
+
+        async def there() -> bool:
+            answer = await service.sandboxes.ListBackends(ss.ListBackendsRequest(), timeout=30)
+            return any(one.available for one in answer.backends if one.name == "hf")
+
+        await eventually_async(there, "the backend is available")
         assert await (await create(service)).out("echo here") == "here"
 
 
@@ -261,9 +264,7 @@ async def test_no_secret_reaches_a_sandbox(jobs: HfJobs, state_dir: Path) -> Non
         )
         assert TOKEN not in seen and "PENSTOCK" not in seen and "sk-host-secret" not in seen
         secret = "sk-test '$(leak)"
-        shown = await box.run(
-            shell="env; cat /proc/*/cmdline", secret_env={"KEY": secret}
-        )
+        shown = await box.run(shell="env; cat /proc/*/cmdline", secret_env={"KEY": secret})
         assert f"KEY={secret}".encode() in shown.stdout and shown.stdout.count(b"sk-test") == 1
         (job,) = await jobs.running()
         assert job["secrets"] == ["SBX_TOKEN"] and "KEY" not in job["environment"]

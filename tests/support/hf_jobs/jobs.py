@@ -3,12 +3,12 @@
 It prints one line of JSON when it serves (`endpoint`, `proxy`, `ca`), and ends, with every job, when its input ends.
 
 Faults are asked for over HTTP, by tests only (POST /stand-in/...):
-- `fail` {"where": "jobs"|"port", "count": n, "path": part}: the next n requests there (whose path holds `path`) get a 500;
+- `fail` {"where": "jobs"|"port", "count": n, "path": part}: the next n requests there (whose path holds `path`) get a
+  500;
 - `cut` {"job": id}: every open stream to the job's ports breaks;
 - `vanish` {"job": id}: the job's machine is gone, and the API says so;
 - `hold` {"on": bool}: jobs that are created start only once it is off again.
-GET /stand-in/jobs tells of every job: id, stage, labels, the keys of its environment and secrets, timeout, namespace.
-"""
+GET /stand-in/jobs tells of every job: id, stage, labels, names in its environment and secrets, timeout, namespace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The routes of the sandbox server, dedicated mode, protocol 3: runs alone inside a job, with the standard library only.
+"""The routes of the sandbox server, dedicated mode, protocol 3: runs inside a job, with the standard library only.
 
 Invariants: every route but /health needs the token, which no child process gets; a foreground command is told as lines
 of JSON as it goes, with a ping in every silence; nothing but a request or a background process counts as activity.

@@ -1,4 +1,4 @@
-"""What the unmodified SDK does with a sandbox, told as one line of JSON: run with the environment of `client.HfJobs`."""
+"""What the unmodified SDK does with a sandbox, told as a line of JSON: run with the environment of `client.HfJobs`."""
 
 from __future__ import annotations
 

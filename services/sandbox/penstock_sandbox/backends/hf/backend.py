@@ -1,14 +1,14 @@
 """The hf backend: sandboxes that are jobs of Hugging Face, with an attendant in each.
 
-Purpose: ties the parts together. One sandbox is: a job, a user in it, an attendant that runs as root there, a pipe to the
-attendant that the service opened outwards, and the touches that keep the job from idling out.
+Purpose: ties the parts together. One sandbox is: a job, a user in it, an attendant that runs as root there, a pipe to
+the attendant that the service opened outwards, and the touches that keep the job from idling out.
 
 Invariants
-- A job's network reaches the whole internet and nothing here can change that: no network is offered that says otherwise,
-  and one endpoint only where the operator accepted that the rest is open (R55).
+- A job's network reaches the whole internet and nothing here can change that: no network is offered that says
+  otherwise, and one endpoint only where the operator accepted that the rest is open (R55).
 - There are never more sandboxes than threads to stream from them; more are refused, not queued.
-- A job is ended until it is known to have ended: again and again, with growing pauses, while the service runs; what is
-  left then is ended by its successor, by the idle timeout, or by the job's own time limit.
+- A job is ended until it is known to have ended: again and again, with growing pauses, while the service runs; what
+  is left then is ended by its successor, by the idle timeout, or by the job's own time limit.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def from_settings(settings: SandboxSettings) -> Backend:
 
 
 class HfBackend(Backend):
-    """See the module. ``sdk`` is "hub" or "hf-sandbox"; ``state_dir`` keeps who this service is between its starts.
+    """See the module. ``sdk`` is "hub" or "hf-sandbox"; ``state_dir`` keeps who this service is between starts.
 
-    ``wait``: opening waits for Hugging Face's first answer. Without it a service that has other backends starts at once.
+    ``wait``: opening waits for Hugging Face's first answer. Without it a service with other backends starts at once.
     """
 
     name = "hf"
@@ -105,7 +105,7 @@ class HfBackend(Backend):
             await tried.wait()
 
     async def _connect(self, client: Client, tried: asyncio.Event) -> None:
-        """Become available, now or when Hugging Face answers; for good unavailable where trying again changes nothing."""
+        """Become available, now or when Hugging Face answers; never, where trying again would change nothing."""
         pause = _FIRST_RETRY_S
         while True:
             try:

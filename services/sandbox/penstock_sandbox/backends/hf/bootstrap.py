@@ -67,7 +67,7 @@ def environment(*, as_root: bool) -> dict[str, str]:
         "SHELL": "/bin/bash",
         "LANG": "C.UTF-8",
         "TERM": "dumb",
-        "TMPDIR": "/tmp",
+        "TMPDIR": "/tmp",  # noqa: S108 - the sandbox's own
     }
 
 

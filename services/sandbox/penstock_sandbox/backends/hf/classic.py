@@ -1,8 +1,9 @@
 """The ``hf-sandbox`` SDK, which ``huggingface_hub`` superseded: a job with no labels, no streams and no environment.
 
 Invariants
-- Nothing at Hugging Face tells whose job one is: the ids of live jobs are kept as files of this service, so that a restart
-  ends what the killed service left. A job whose creation was cut off before its id was told ends by its own time limit.
+- Nothing at Hugging Face tells whose job one is: the ids of live jobs are kept as files of this service, so that a
+  restart ends what the killed service left. A job whose creation was cut off before its id was told ends by its own
+  time limit.
 - The token reaches the SDK by the environment of this process, which is the only way it takes one.
 - A command's channel stays open until everything that holds it has ended, so whatever stays is started without it.
 """

@@ -134,7 +134,7 @@ class Client(Protocol):
     """An SDK, opened."""
 
     async def open(self) -> str:
-        """Check SDK and token; answers why it can never be used as it is, or "". Raises Unavailable to be tried again."""
+        """Check SDK and token; answers why they can never be used, or "". Raises Unavailable: it may be tried again."""
 
     async def create(self, sandbox_id: str, image: str) -> Remote:
         """Make a sandbox; when this fails or is cancelled, no job is left."""

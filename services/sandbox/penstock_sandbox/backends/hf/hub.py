@@ -1,10 +1,11 @@
 """The ``huggingface_hub`` SDK: one job of Hugging Face Jobs for each sandbox, found again by its labels.
 
 Invariants
-- Every job carries this service's instance and the sandbox's id from the moment it exists, so that one whose creation was
-  cut off, or whose service was killed, can be found and ended; who ended it does not matter.
-- A job ends by itself once nobody has touched it for the idle timeout: what a service that never returns leaves behind
-  costs no more than that. Commands in the foreground do not count as activity there, so a live sandbox is touched.
+- Every job carries this service's instance and the sandbox's id from the moment it exists, so that one whose creation
+  was cut off, or whose service was killed, can be found and ended; who ended it does not matter.
+- A job ends by itself once nobody has touched it for the idle timeout: what a service that never returns leaves
+  behind costs no more than that. Commands in the foreground do not count as activity there, so a live sandbox is
+  touched.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Runs inside an ``hf-sandbox`` job: keeps a command's output for callers that each come, take what there is and go.
 
-Purpose: a command there is only answered when it has ended, so nothing can stream out of one. ``keep`` runs a command in
-the background and holds what it prints; ``take`` waits for the next of it and ends.
+Purpose: a command there is only answered when it has ended, so nothing can stream out of one. ``keep`` runs a command
+in the background and holds what it prints; ``take`` waits for the next of it and ends.
 
-A single file for Python 3.8, with the standard library only; it is sent to the job as text and imported by nobody there.
+A single file for Python 3.8, with the standard library only; it is sent to the job as text and imported by nobody
+there.
 
 Invariants
 - What was printed is kept until a taker names a byte behind it, so that a lost answer loses nothing.
@@ -83,7 +84,7 @@ def keep(path: str, argv: list[str]) -> None:
     while time.monotonic() - keeper.asked_at < FORGOTTEN_S:
         try:
             taker, _ = listener.accept()
-        except socket.timeout:  # noqa: UP041 - another class before Python 3.10
+        except socket.timeout:  # another class than TimeoutError before Python 3.10
             continue
         threading.Thread(target=_serve, args=(taker, keeper), daemon=True).start()
     command.kill()

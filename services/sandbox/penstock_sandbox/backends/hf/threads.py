@@ -1,13 +1,14 @@
 """The threads that synchronous SDKs need: bounded, our own, never the event loop's default ones.
 
-Purpose: an SDK's call blocks. Short ones share a few threads; making a sandbox takes long and has threads of its own, so
-that it starves nobody; and what streams for as long as a sandbox lives has one thread each, whose number bounds the
-number of sandboxes.
+Purpose: an SDK's call blocks. Short ones share a few threads; making a sandbox takes long and has threads of its own,
+so that it starves nobody; and what streams for as long as a sandbox lives has one thread each, whose number bounds
+the number of sandboxes.
 
 Invariants
-- There are never more than ``CREATING + ASKING + streams`` threads, the last being one for each sandbox that the backend
-  admits and a few more for streams that end while their successor begins.
-- Threads of streams are daemons: one that waits for a machine which has vanished does not keep the service from ending.
+- There are never more than ``CREATING + ASKING + streams`` threads, the last being one for each sandbox that the
+  backend admits and a few more for streams that end while their successor begins.
+- Threads of streams are daemons: one that waits for a machine which has vanished does not keep the service from
+  ending.
 """
 
 from __future__ import annotations
