@@ -37,7 +37,7 @@ from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandl
 from penstock_sandbox.bases import Bases, unknown
 from penstock_sandbox.deletion import Pause
 from penstock_sandbox.leases import Leases
-from penstock_sandbox.model import BackendInfo, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
+from penstock_sandbox.model import BackendInfo, ForkKind, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
 from penstock_sandbox.policy import Limits, Policy
 from penstock_sandbox.processes import Processes
 from penstock_sandbox.records import Record, Records
@@ -148,6 +148,16 @@ class Sandboxes:
             spec, backend=name, lease_s=lease, resources=self._policy.with_defaults(backend, spec.resources)
         )
 
+    def refuse_unforkable(self, spec: SandboxSpec) -> None:
+        """Raise for a spec that no snapshot can be made of: what `create` raises, and CAPABILITY_MISSING (fork)."""
+        backend, _ = self._apply(spec)
+        if backend.capabilities.fork is ForkKind.NONE:
+            raise FailedPrecondition(
+                f"the {backend.name} backend cannot do this here: fork",
+                reason="CAPABILITY_MISSING",
+                metadata={"backend": backend.name, "capabilities": "fork"},
+            )
+
     async def _make(self, backend: Backend, spec: SandboxSpec, owner: Owner, wait_s: float | None) -> LiveSandbox:
         assert spec.lease_s is not None
         # Given back here if it comes to no sandbox, otherwise with the sandbox.
@@ -246,13 +256,19 @@ class Sandboxes:
         return await self._leases.renew(sandbox_id, lease_s)
 
     async def set_network(self, sandbox_id: str, policy: NetworkPolicy) -> None:
-        """Narrow what a sandbox may reach. Raises FailedPrecondition (POLICY_WIDER)."""
+        """Narrow what a sandbox may reach. Raises FailedPrecondition (POLICY_WIDER, CAPABILITY_MISSING)."""
         live, handle, _ = self.usable(sandbox_id)
         present = live.view.spec.network
         if policy == present:
             return
         if policy.kind.value >= present.kind.value:
             raise FailedPrecondition("a network policy can only be narrowed", reason="POLICY_WIDER")
+        if not live.backend.allows(policy.kind):
+            raise FailedPrecondition(
+                f"the {live.backend.name} backend cannot do this here: network {policy.kind.name}",
+                reason="CAPABILITY_MISSING",
+                metadata={"backend": live.backend.name, "capabilities": f"network {policy.kind.name}"},
+            )
         await handle.set_network(policy)
         live.become(spec=dataclasses.replace(live.view.spec, network=policy))
 

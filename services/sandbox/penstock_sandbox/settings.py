@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from penstock_chassis.settings import ServiceSettings
+from penstock_chassis.settings import ServiceSettings, refuse_blank
 
 
 class SandboxSettings(ServiceSettings):
@@ -60,6 +61,33 @@ class SandboxSettings(ServiceSettings):
     extra_read_only: tuple[Path, ...] = Field(
         (), description="further host paths that every sandbox sees, read-only, at the same place"
     )
+
+    hf_client: Literal["hub", "hf-sandbox"] = Field(
+        "hub", description="SDK of the hf backend: huggingface_hub's Sandbox, or hf-sandbox"
+    )
+    hf_token: SecretStr | None = Field(None, description="Hugging Face token; unset = HF_TOKEN in the environment")
+    hf_image: str = Field("python:3.12", description="image of hf sandboxes that name none; it needs python3 >= 3.8")
+    hf_allowed_images: tuple[str, ...] = Field(
+        (), description="patterns (with * and ?) of further images that hf sandboxes may name"
+    )
+    hf_flavor: str = Field("cpu-basic", description="hardware flavor of hf sandboxes")
+    hf_namespace: str = Field("", description="user or organisation that hf sandboxes run under; empty = the token's")
+    hf_max_sandboxes: int = Field(
+        64, ge=1, le=1024, description="most hf sandboxes at once; each holds one of the service's threads"
+    )
+    hf_idle_timeout_s: float = Field(
+        600.0, ge=1, description="seconds after which an hf sandbox ends that this service no longer touches"
+    )
+    hf_start_timeout_s: float = Field(300.0, gt=0, description="seconds that an hf sandbox may take to start")
+    hf_allow_open_egress: bool = Field(
+        False,
+        description="offer one-endpoint networks on hf, where everything else on the internet can be reached as well",
+    )
+
+    @field_validator("hf_token")
+    @classmethod
+    def _token_is_not_blank(cls, value: SecretStr | None) -> SecretStr | None:
+        return refuse_blank(value)
 
     @field_validator("extra_read_only")
     @classmethod

@@ -116,6 +116,7 @@ class Snapshots:
 
     async def _make(self, key: str, spec: SnapshotSpec, tell: Callable[[Progress], None]) -> Snapshot:
         setup = dataclasses.replace(spec.sandbox, lease_s=self._lease_s, labels={"penstock/snapshot": key[:32]})
+        self._sandboxes.refuse_unforkable(setup)
         sandbox = await self._sandboxes.create("", setup, shared=True)
         try:
             _, handle, processes = self._sandboxes.usable(sandbox.id)

@@ -228,6 +228,11 @@ async def box(make_box: MakeBox) -> Box:
 @pytest_asyncio.fixture(loop_scope="session")
 async def capabilities(service: Running) -> sb.Capabilities:
     """What the service's default backend claims."""
+    return await claimed(service)
+
+
+async def claimed(service: Running) -> sb.Capabilities:
+    """What a service's default backend claims; it must be there."""
     answer = await service.sandboxes.ListBackends(ss.ListBackendsRequest(), timeout=30)
     (backend,) = [backend for backend in answer.backends if backend.is_default]
     assert backend.available, f"this machine cannot run the suite: {backend.unavailable_reason}"

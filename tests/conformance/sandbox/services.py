@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+from tests.support.hf_jobs.client import hf_jobs
 
 from penstock.sandbox.v1 import (
     file_service_pb2_grpc,
@@ -48,6 +49,19 @@ class Variant:
 
 _ATTENDED = {"attended": "tests.support.attended_backend:AttendedBackend"}
 
+
+@asynccontextmanager
+async def _hf_jobs() -> AsyncIterator[Mapping[str, str]]:
+    async with hf_jobs() as jobs:
+        yield jobs.environment
+
+
+_HF = {
+    "PENSTOCK_SANDBOX_DEFAULT_BACKEND": "hf",
+    # Accepted here, so that the endpoint is tried; what it does not keep from a sandbox is no part of its tests.
+    "PENSTOCK_SANDBOX_HF_ALLOW_OPEN_EGRESS": "true",
+}
+
 SERVICES: Mapping[str, Variant] = {
     "local": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "local"}),
     # As most people run it: not root, no control groups of its own.
@@ -59,6 +73,12 @@ SERVICES: Mapping[str, Variant] = {
     ),
     "attended-ordinary-user": Variant(
         {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"}, ordinary_user=True, plugins=_ATTENDED
+    ),
+    # Unmodified SDKs against a stand-in of Hugging Face's Jobs (tests/support/hf_jobs says what that does not show).
+    "hf-hub": Variant(_HF, surroundings=_hf_jobs),
+    "hf-sandbox": Variant(
+        {**_HF, "PENSTOCK_SANDBOX_HF_CLIENT": "hf-sandbox", "PYTHONPATH": str(_ROOT / "tests/support/hf_jobs/hasten")},
+        surroundings=_hf_jobs,
     ),
 }
 
@@ -99,7 +119,9 @@ async def start_on(state_dir: Path, name: str, **settings: str) -> AsyncIterator
     variant = SERVICES[name]
     async with AsyncExitStack() as stack:
         beside = await stack.enter_async_context(variant.surroundings()) if variant.surroundings is not None else {}
-        yield await stack.enter_async_context(_process(state_dir, name, variant, {**beside, **_prefixed(settings)}))
+        yield await stack.enter_async_context(
+            start_variant(state_dir, name, variant, {**beside, **_prefixed(settings)})
+        )
 
 
 def _prefixed(settings: Mapping[str, str]) -> dict[str, str]:
@@ -107,7 +129,10 @@ def _prefixed(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _process(state_dir: Path, name: str, variant: Variant, further: Mapping[str, str]) -> AsyncIterator[Running]:
+async def start_variant(
+    state_dir: Path, name: str, variant: Variant, further: Mapping[str, str]
+) -> AsyncIterator[Running]:
+    """Start a variant's service among surroundings that are there; `further` are environment variables."""
     environment = {
         "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
         "HOME": str(state_dir),

@@ -1,4 +1,8 @@
-"""What a sandbox may reach: its one endpoint where it has one, and nothing else whatever it tries."""
+"""What a sandbox may reach: its one endpoint where it has one, and nothing else whatever it tries.
+
+A backend that cannot close a sandbox's network offers no NONE, and claims nothing about what else than its endpoint a
+sandbox reaches: there the tests of isolation prove that NONE is refused.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from tests.conformance.sandbox.conftest import Box, MakeBox, failure, one_endpoint
+from tests.conformance.sandbox.needs import needs
 from tests.conformance.sandbox.services import Running
 
 from penstock.sandbox.v1 import sandbox_pb2 as sb
@@ -46,6 +51,7 @@ while d := s.recv(65536): sys.stdout.buffer.write(d)
 '"""
 
 
+@needs("one_endpoint")
 async def test_the_one_endpoint_leads_to_its_upstream(make_box: MakeBox) -> None:
     """R14, R18"""
     async with upstream() as address:
@@ -53,6 +59,7 @@ async def test_the_one_endpoint_leads_to_its_upstream(make_box: MakeBox) -> None
         assert (await box.run(shell=TALK, stdin=b"hello")).stdout == b"echo:hello"
 
 
+@needs("one_endpoint")
 async def test_megabytes_pass_the_endpoint_both_ways_and_half_closes_too(make_box: MakeBox) -> None:
     """R26"""
     async with upstream() as address:
@@ -62,6 +69,7 @@ async def test_megabytes_pass_the_endpoint_both_ways_and_half_closes_too(make_bo
         assert result.stdout == b"echo:" + data
 
 
+@needs("one_endpoint")
 async def test_a_unix_socket_can_be_the_upstream(make_box: MakeBox, service: Running) -> None:
     """R14"""
     path = service.state_dir / "upstream.sock"
@@ -72,6 +80,7 @@ async def test_a_unix_socket_can_be_the_upstream(make_box: MakeBox, service: Run
         assert (await box.run(shell=TALK, stdin=b"x")).stdout == b"echo:x"
 
 
+@needs("one_endpoint")
 async def test_an_upstream_that_is_not_there_is_a_broken_connection_and_no_hang(make_box: MakeBox) -> None:
     """R27"""
     with socket.socket() as closed:
@@ -81,6 +90,7 @@ async def test_an_upstream_that_is_not_there_is_a_broken_connection_and_no_hang(
         assert result.exit.code == 1
 
 
+@needs("one_endpoint", "network_none")
 async def test_nothing_but_the_endpoint_can_be_reached(make_box: MakeBox, service: Running) -> None:
     """R14: no port of the host, its names, the metadata address, the control plane, the siblings."""
     async with upstream() as address, upstream(host="0.0.0.0") as wide:
@@ -102,6 +112,7 @@ async def test_nothing_but_the_endpoint_can_be_reached(make_box: MakeBox, servic
             assert result.exit.code == 9, (host, port)
 
 
+@needs("one_endpoint", "network_none")
 async def test_every_port_of_loopback_but_the_endpoint_is_closed(make_box: MakeBox) -> None:
     """R14"""
     scan = """
@@ -119,6 +130,7 @@ print(open_ports)
         assert (await box.run("python3", "-c", scan)).stdout == b"[4000]\n"
 
 
+@needs("one_endpoint", "network_none")
 async def test_neither_udp_nor_raw_nor_abstract_sockets_lead_out(make_box: MakeBox) -> None:
     """R14"""
     probe = """
@@ -149,6 +161,7 @@ attempt("vsock", lambda: socket.socket(socket.AF_VSOCK).connect((2, 1024)))
     assert len(lines) == 7
 
 
+@needs("one_endpoint", "network_none")
 async def test_siblings_share_neither_ports_nor_names(make_box: MakeBox) -> None:
     """R52, R4"""
     async with upstream() as address:
@@ -158,12 +171,14 @@ async def test_siblings_share_neither_ports_nor_names(make_box: MakeBox) -> None
         assert result.exit.code == 9
 
 
+@needs("network_none")
 async def test_without_a_network_there_is_loopback_only(box: Box) -> None:
     """R14"""
     assert await box.out("grep -c : /proc/net/dev") == "1"
     assert (await box.run(shell=DIAL.format(host="127.0.0.1", port=4000))).exit.code == 9
 
 
+@needs("one_endpoint")
 async def test_an_upstream_that_the_operator_does_not_name_is_refused(service: Running) -> None:
     """R54, R14"""
     for address in ("169.254.169.254:80", "example.com:443", "127.0.0.2:7701", "unix:/run/docker.sock"):
@@ -200,6 +215,7 @@ async def test_policies_that_the_backend_lacks_are_refused_before_anything_start
         assert isinstance(error, FailedPrecondition) and error.reason == "CAPABILITY_MISSING"
 
 
+@needs("one_endpoint", "network_none")
 async def test_a_policy_is_narrowed_at_once_and_never_widened(make_box: MakeBox) -> None:
     """R54: connections that the new policy forbids are cut."""
     connected = asyncio.Event()

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
-from tests.conformance.sandbox.conftest import Box, MakeBox, command, failure
+from tests.conformance.sandbox.conftest import Box, MakeBox, claimed, command, failure
+from tests.conformance.sandbox.needs import declares, narrowest, needs
 from tests.conformance.sandbox.services import Running
 
 from penstock.sandbox.v1 import process_service_pb2 as ps
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def create(service: Running, request_id: str = "", **spec: Any) -> sb.Sandbox:
+    spec.setdefault("network", narrowest(await claimed(service)))
     request = ss.CreateSandboxRequest(request_id=request_id or secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
     return (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox
 
@@ -103,6 +105,7 @@ async def test_what_the_backend_lacks_is_refused_before_any_work(
         "root": {"user": "root"},
     }
     for capability, spec in wishes.items():
+        spec["network"] = narrowest(capabilities)
         request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
         if getattr(capabilities, capability):
             made = (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox
@@ -112,14 +115,24 @@ async def test_what_the_backend_lacks_is_refused_before_any_work(
             assert isinstance(error, FailedPrecondition) and error.reason == "CAPABILITY_MISSING", capability
 
 
-async def test_an_unknown_backend_image_snapshot_or_toolbox_is_refused(service: Running) -> None:
+async def test_an_unknown_backend_image_snapshot_or_toolbox_is_refused(
+    service: Running, capabilities: sb.Capabilities
+) -> None:
     """R63, R65"""
+    lacking = "CAPABILITY_MISSING"
     for spec, reason in (
         (sb.SandboxSpec(backend="imaginary"), "BACKEND_UNAVAILABLE"),
         (sb.SandboxSpec(base=sb.Base(image="imaginary")), "CAPABILITY_MISSING"),
-        (sb.SandboxSpec(base=sb.Base(snapshot_id="imaginary")), "SNAPSHOT_UNKNOWN"),
-        (sb.SandboxSpec(toolbox_ids=["imaginary"]), "TOOLBOX_UNKNOWN"),
+        (
+            sb.SandboxSpec(base=sb.Base(snapshot_id="imaginary")),
+            "SNAPSHOT_UNKNOWN" if declares(capabilities, "fork") else lacking,
+        ),
+        (
+            sb.SandboxSpec(toolbox_ids=["imaginary"]),
+            "TOOLBOX_UNKNOWN" if declares(capabilities, "toolboxes") else lacking,
+        ),
     ):
+        spec.network.CopyFrom(narrowest(capabilities))
         request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
         assert (await failure(service.sandboxes.CreateSandbox(request))).reason == reason
 
@@ -313,6 +326,7 @@ async def fork(service: Running, snapshot_id: str, count: int, request_id: str =
     return [found[index] for index in range(count)]
 
 
+@needs("fork")
 async def test_setup_runs_once_and_its_files_are_in_every_fork_which_share_nothing_more(service: Running) -> None:
     """R57, R52, R76"""
     nonce = secrets.token_hex(8)
@@ -348,6 +362,7 @@ async def test_setup_runs_once_and_its_files_are_in_every_fork_which_share_nothi
     await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id), timeout=30)
 
 
+@needs("fork")
 async def test_a_repeated_fork_gives_the_same_children(service: Running) -> None:
     """R25"""
     _, snapshot = await prepare(service, files=[ss.SeedFile(path="repeat", content=secrets.token_bytes(8))])
@@ -358,6 +373,7 @@ async def test_a_repeated_fork_gives_the_same_children(service: Running) -> None
         await delete(service, box.id)
 
 
+@needs("fork")
 async def test_a_setup_that_fails_tells_which_command_and_leaves_nothing(service: Running) -> None:
     """R58, R49"""
     spec = ss.SnapshotSpec(setup=[command("true"), command(shell="echo why >&2; exit 3"), command("touch", "never")])
@@ -375,6 +391,7 @@ async def test_a_setup_that_fails_tells_which_command_and_leaves_nothing(service
     assert not [one for one in listed.sandboxes if "penstock/snapshot" in one.spec.labels]
 
 
+@needs("fork")
 async def test_a_deleted_snapshots_forks_live_on_and_new_ones_are_refused(service: Running) -> None:
     """R70"""
     _, snapshot = await prepare(service, files=[ss.SeedFile(path="file", content=secrets.token_hex(8).encode())])
@@ -390,6 +407,7 @@ async def test_a_deleted_snapshots_forks_live_on_and_new_ones_are_refused(servic
     await delete(service, box.id)
 
 
+@needs("fork")
 async def test_a_snapshot_can_stand_on_a_snapshot(service: Running) -> None:
     """R57"""
     _, lower = await prepare(service, setup=[command(shell=f"echo {secrets.token_hex(4)} > lower; echo x > both")])
@@ -403,6 +421,7 @@ async def test_a_snapshot_can_stand_on_a_snapshot(service: Running) -> None:
     await delete(service, box.id)
 
 
+@needs("fork", "diff")
 async def test_the_diff_is_what_the_sandbox_changed_and_nothing_else(service: Running) -> None:
     """R76"""
     _, snapshot = await prepare(

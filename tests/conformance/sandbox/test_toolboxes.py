@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from tests.conformance.sandbox.conftest import MakeBox, failure
+from tests.conformance.sandbox.needs import needs
 from tests.conformance.sandbox.services import Running
 
-from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import toolbox_service_pb2 as tb
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -23,11 +23,9 @@ def script(text: str) -> tb.ToolboxFile:
     return tb.ToolboxFile(path="bin/tool", content=text.encode())
 
 
-async def test_a_toolboxs_programs_come_first_and_cannot_be_changed(
-    service: Running, make_box: MakeBox, capabilities: sb.Capabilities
-) -> None:
+@needs("toolboxes")
+async def test_a_toolboxs_programs_come_first_and_cannot_be_changed(service: Running, make_box: MakeBox) -> None:
     """R52: a rollout never installs anything, and shares nothing that it can write."""
-    assert capabilities.toolboxes
     first = await prepare(service, tb.ToolboxSpec(name="first", files=[script("#!/bin/sh\necho first")]))
     second = await prepare(service, tb.ToolboxSpec(name="second", files=[script("#!/bin/sh\necho second")]))
     box = await make_box(toolbox_ids=[first.toolbox_id, second.toolbox_id])
@@ -39,6 +37,7 @@ async def test_a_toolboxs_programs_come_first_and_cannot_be_changed(
     assert error.reason == "TOOLBOX_IN_USE"
 
 
+@needs("toolboxes")
 async def test_a_python_that_a_toolbox_asks_for_runs(service: Running, make_box: MakeBox) -> None:
     """R48"""
     runtime = tb.Runtime(kind=tb.RUNTIME_KIND_PYTHON, min_version="3.9")

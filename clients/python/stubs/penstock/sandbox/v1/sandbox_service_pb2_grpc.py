@@ -274,7 +274,7 @@ class SandboxServiceServicer(object):
 
     def SetNetworkPolicy(self, request, context):
         """Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
-        Errors: FAILED_PRECONDITION (POLICY_WIDER), NOT_FOUND (SANDBOX_UNKNOWN).
+        Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -105,7 +105,7 @@ class SandboxServiceStub:
     """
     SetNetworkPolicy: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.SetNetworkPolicyRequest, _sandbox_service_pb2.SetNetworkPolicyResponse]
     """Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
-    Errors: FAILED_PRECONDITION (POLICY_WIDER), NOT_FOUND (SANDBOX_UNKNOWN).
+    Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
     """
     PauseSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.PauseSandboxRequest, _sandbox_service_pb2.PauseSandboxResponse]
     """Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
@@ -205,7 +205,7 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """
     SetNetworkPolicy: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.SetNetworkPolicyRequest, _sandbox_service_pb2.SetNetworkPolicyResponse]  # type: ignore[assignment]
     """Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
-    Errors: FAILED_PRECONDITION (POLICY_WIDER), NOT_FOUND (SANDBOX_UNKNOWN).
+    Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
     """
     PauseSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.PauseSandboxRequest, _sandbox_service_pb2.PauseSandboxResponse]  # type: ignore[assignment]
     """Freezes every process; answers when all stand still. A PAUSED one is a success. The lease runs on, and so do the
@@ -392,7 +392,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.SetNetworkPolicyResponse, _abc.Awaitable[_sandbox_service_pb2.SetNetworkPolicyResponse]]:
         """Narrows what a sandbox may reach. Connections that the new policy forbids are cut.
-        Errors: FAILED_PRECONDITION (POLICY_WIDER), NOT_FOUND (SANDBOX_UNKNOWN).
+        Errors: FAILED_PRECONDITION (POLICY_WIDER, CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
         """
 
     @_abc_1.abstractmethod

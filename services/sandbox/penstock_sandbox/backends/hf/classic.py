@@ -1,0 +1,175 @@
+"""The ``hf-sandbox`` SDK, which ``huggingface_hub`` superseded: a job with no labels, no streams and no environment.
+
+Invariants
+- Nothing at Hugging Face tells whose job one is: the ids of live jobs are kept as files of this service, so that a
+  restart ends what the killed service left. A job whose creation was cut off before its id was told ends by its own
+  time limit.
+- The token reaches the SDK by the environment of this process, which is the only way it takes one.
+- A command's channel stays open until everything that holds it has ended, so whatever stays is started without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.backends.attended.pipe import Armoured, Pipe
+from penstock_sandbox.backends.hf import bootstrap, poller
+from penstock_sandbox.backends.hf.client import HfOptions, Jobs, Outcome, Remote, explain, failed
+from penstock_sandbox.backends.hf.pipes import Feed, SplitPipe
+from penstock_sandbox.backends.hf.threads import Threads
+
+if TYPE_CHECKING:
+    from hf_sandbox import Sandbox
+
+INSTALL = "hf-sandbox is not installed: pip install 'penstock-sandbox[hf-sandbox]'"
+
+_COMMAND_TIMEOUT_S = 60
+_POLL_S = 20.0
+_POLLER = f"{bootstrap.FOLDER}/poller.py"
+# Without the command's channel, which would stay open as long as the keeper does.
+_KEEP = 'exec "$0" "$@" </dev/null >/dev/null 2>&1'
+
+_log = structlog.get_logger(__name__)
+
+
+class ClassicClient:
+    """See ``client.Client``. ``folder`` holds a file for each live job."""
+
+    def __init__(self, options: HfOptions, folder: Path, threads: Threads) -> None:
+        self._options = options
+        self._folder = folder
+        self._threads = threads
+        self._opened: Jobs | None = None
+        self._abandoned: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> str:
+        if self._options.namespace:
+            return "hf-sandbox cannot choose a namespace: unset hf_namespace, or set hf_client to hub"
+        try:
+            return await self._threads.ask(self._load)
+        except Exception as error:
+            problem = failed("the token's name was not told", error, self._options.token)
+            if isinstance(problem, FailedPrecondition):
+                return f"Hugging Face refused the token: {problem.message}"
+            raise problem from error
+
+    def _load(self) -> str:
+        os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+        os.environ["HF_TOKEN"] = self._options.token
+        try:
+            import hf_sandbox  # noqa: F401
+            from huggingface_hub import HfApi
+        except ImportError:
+            return INSTALL
+        api = HfApi(token=self._options.token)
+        self._opened = Jobs(api, str(api.whoami()["name"]), self._options.token, self._threads)
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return ""
+
+    @property
+    def jobs(self) -> Jobs:
+        """The opened namespace."""
+        assert self._opened is not None, "opened first"
+        return self._opened
+
+    async def create(self, sandbox_id: str, image: str) -> Remote:
+        making = self._threads.create(self._create, image)
+        try:
+            sandbox = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # Half a minute may pass before the SDK tells the job's id: nobody is kept waiting for that.
+            task = asyncio.create_task(self._abandon(making))
+            self._abandoned.add(task)
+            task.add_done_callback(self._abandoned.discard)
+            raise
+        except Exception as error:
+            raise failed("no sandbox was made", error, self._options.token) from error
+        return self._remote(sandbox)
+
+    def _create(self, image: str) -> Sandbox:
+        from hf_sandbox import Sandbox
+
+        sandbox = Sandbox.create(image, flavor=self._options.flavor, timeout=f"{int(self._options.max_lifetime_s)}s")
+        (self._folder / sandbox.job_id).touch()
+        return sandbox
+
+    async def _abandon(self, making: asyncio.Future[Sandbox]) -> None:
+        try:
+            await self._remote(await making).kill()
+        except Exception as error:  # noqa: BLE001 - nobody waits for this; the job's file and its time limit remain
+            _log.error("a job was not ended", error=explain(error, self._options.token))
+
+    def _remote(self, sandbox: Sandbox) -> ClassicRemote:
+        return ClassicRemote(sandbox, self.jobs, self._threads, self._folder)
+
+    async def sweep(self) -> int:
+        left = await self._threads.ask(lambda: [file.name for file in self._folder.iterdir()])
+        for job_id in left:
+            await self.jobs.cancel(job_id)
+            (self._folder / job_id).unlink(missing_ok=True)
+        return len(left)
+
+
+class ClassicRemote(Remote):
+    """A sandbox of the SDK."""
+
+    def __init__(self, sandbox: Sandbox, jobs: Jobs, threads: Threads, folder: Path) -> None:
+        super().__init__(sandbox.job_id, jobs, threads)
+        self._sandbox = sandbox
+        self._folder = folder
+
+    async def run(self, argv: list[str], stdin: str = "") -> Outcome:
+        return await self.jobs.ask("a command did not run", lambda: self._exec(argv, stdin))
+
+    def _exec(self, argv: list[str], stdin: str = "") -> Outcome:
+        # Through a shell: a program that is missing ends with 127 instead of breaking the connection, and one that is
+        # given no input does not wait for the server's.
+        script = 'exec "$@"' if stdin else 'exec "$@" </dev/null'
+        done = self._sandbox.exec("/bin/sh", "-c", script, "sh", *argv, stdin=stdin or None, timeout=_COMMAND_TIMEOUT_S)
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    async def upload(self, path: str, content: bytes) -> None:
+        await self.jobs.ask("an upload failed", lambda: self._sandbox.write_file(path, content))
+
+    async def attach(self, command: list[str]) -> Pipe:
+        await self.upload(_POLLER, await self.threads.ask(Path(poller.__file__).read_bytes))
+        python = command[0]
+
+        def stream(argv: list[str], feed: Feed, complain: Feed) -> int | None:
+            socket = f"{bootstrap.FOLDER}/run/{secrets.token_hex(8)}.sock"
+            kept = self._exec(["/bin/sh", "-c", _KEEP, python, _POLLER, "keep", "--socket", socket, "--", *argv])
+            if kept.code != 0:
+                complain(kept.stderr)
+                return None
+            offset, state = 0, poller.MORE
+            while state == poller.MORE:
+                asked = ["--socket", socket, "--offset", str(offset), "--wait", str(_POLL_S)]
+                taken = self._exec([python, _POLLER, "take", *asked])
+                state, _, text = taken.stdout.partition("\n")
+                if taken.code != 0 or state == poller.LOST:
+                    complain(taken.stderr)
+                    return None
+                feed(text)
+                offset += len(text)
+            return int(state.removeprefix(poller.END))
+
+        return Armoured(await SplitPipe.open(self, command, stream, self.threads))
+
+    async def touch(self) -> None:
+        """Nothing: these jobs know no idling, and that what is polled answers shows that they live."""
+
+    async def kill(self) -> None:
+        try:
+            # The SDK's own way takes it off what the SDK ends at exit. Once that failed it does nothing more.
+            await self.threads.ask(self._sandbox.terminate)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the job is ended below or that fails
+            _log.debug("the SDK did not end a job", job=self.job_id, error=type(error).__name__)
+        await self.jobs.cancel(self.job_id)
+        await self.threads.ask((self._folder / self.job_id).unlink, missing_ok=True)
