@@ -150,7 +150,7 @@ class Sandboxes:
 
     def refuse_unforkable(self, spec: SandboxSpec) -> None:
         """Raise for a spec that no snapshot can be made of: what `create` raises, and CAPABILITY_MISSING (fork)."""
-        backend, _ = self._apply(spec)
+        backend, _ = self.applied(spec)
         if backend.capabilities.fork is ForkKind.NONE:
             raise FailedPrecondition(
                 f"the {backend.name} backend cannot do this here: fork",
