@@ -376,8 +376,8 @@ class Sandboxes:
 
     # Changing and ending -----------------------------------------------------------------------------------------
 
-    def renew(self, sandbox_id: str, lease_s: float) -> float:
-        """Set the end of the lease to now + ``lease_s``; answers it."""
+    async def renew(self, sandbox_id: str, lease_s: float) -> float:
+        """Set the end of the lease to now + ``lease_s``; answers it. Raises what the backend raises where it refuses."""
         live = self.get(sandbox_id)
         if not 0 < lease_s <= self._limits.max_lease_s:
             raise InvalidArgument(
@@ -385,6 +385,8 @@ class Sandboxes:
                 reason="INVALID_LEASE",
                 violations=[Violation("lease", f"not in (0, {self._limits.max_lease_s:g}] s")],
             )
+        if live.handle is not None and not live.view.state.terminal:
+            await live.handle.renewed(lease_s)
         live.become(expires_at=self._clock() + lease_s)
         self._lease_moved.set()
         return live.view.expires_at

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from penstock_chassis.settings import ServiceSettings
+from penstock_chassis.settings import ServiceSettings, refuse_blank
 
 
 class SandboxSettings(ServiceSettings):
@@ -44,6 +44,20 @@ class SandboxSettings(ServiceSettings):
     extra_read_only: tuple[Path, ...] = Field(
         (), description="further host paths that every sandbox sees, read-only, at the same place"
     )
+
+    e2b_api_key: SecretStr | None = Field(None, description="E2B's API key; E2B_API_KEY counts where this is unset")
+    e2b_template: str = Field("base", min_length=1, description="E2B template of sandboxes that name no image")
+    e2b_domain: str = Field("", description="domain of an E2B deployment; unset = E2B_DOMAIN or E2B's own cloud")
+    e2b_api_url: str = Field("", description="address of its control plane where the domain does not tell it")
+    e2b_sandbox_url: str = Field("", description="address of its sandboxes where the domain does not tell it")
+    e2b_max_lifetime_s: float = Field(
+        86_400.0, ge=60, description="longest that the E2B account lets a sandbox live, in seconds (3600 on some plans)"
+    )
+
+    @field_validator("e2b_api_key")
+    @classmethod
+    def _key_not_blank(cls, value: SecretStr | None) -> SecretStr | None:
+        return refuse_blank(value)
 
     @field_validator("extra_read_only")
     @classmethod

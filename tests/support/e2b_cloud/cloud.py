@@ -72,7 +72,7 @@ class Sandbox:
 
     def detail(self) -> dict[str, Any]:
         """As it is listed and shown."""
-        answer = {"templateID": self.template, "sandboxID": self.id, "clientID": "stand-in"}
+        answer: dict[str, Any] = {"templateID": self.template, "sandboxID": self.id, "clientID": "stand-in"}
         answer |= {"startedAt": _time(self.started_at), "endAt": _time(self.ends_at), "envdVersion": ENVD_VERSION}
         answer |= {"cpuCount": 2, "memoryMB": 512, "diskSizeMB": 1024, "state": "paused" if self.paused else "running"}
         answer |= {"metadata": self.wanted.get("metadata", {}), "network": self.network}
@@ -176,9 +176,8 @@ class Cloud:
         else:
             disk.mkdir()
             make_disk(disk)
-        return await self._boot(
-            Sandbox(sandbox_id, template, self._machine(disk), wanted, 0.0), timeout, network, internet
-        )
+        sandbox = Sandbox(sandbox_id, template, self._machine(disk), wanted, 0.0)
+        return await self._boot(sandbox, timeout, network, internet)
 
     def _machine(self, disk: Path) -> Machine:
         return Machine(self._bwrap, disk)

@@ -193,7 +193,7 @@ class Envd:
 
     async def _start(self, request: web.Request) -> web.StreamResponse:
         sandbox = self._sandbox(request)
-        asked = [message async for message in frames(request.content)][0]
+        asked = await anext(frames(request.content))
         config = asked["process"]
         try:
             if "pty" in asked:
@@ -228,7 +228,7 @@ class Envd:
 
     async def _connect(self, request: web.Request) -> web.StreamResponse:
         sandbox = self._sandbox(request)
-        asked = [message async for message in frames(request.content)][0]
+        asked = await anext(frames(request.content))
         try:
             command = self._command(sandbox, asked)
         except ConnectError as error:
@@ -335,7 +335,8 @@ class Envd:
 
 
 async def _nothing() -> AsyncIterator[dict[str, Any]]:
-    for event in ():
+    none: tuple[dict[str, Any], ...] = ()
+    for event in none:
         yield event
 
 

@@ -147,6 +147,12 @@ class SandboxHandle(abc.ABC):
     async def set_network(self, policy: NetworkPolicy) -> None:
         """Apply a policy that is narrower than the present one, and cut what it forbids."""
 
+    async def renewed(self, lease_s: float) -> None:  # noqa: B027 - most backends have nothing to do
+        """The lease is about to end ``lease_s`` from now; where the provider ends sandboxes by itself, move that end.
+
+        Raises PenstockError when it cannot be moved: the lease then stays as it was.
+        """
+
     @abc.abstractmethod
     async def stats(self) -> Stats:
         """What the sandbox uses."""

@@ -63,7 +63,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         return pb.DeleteSandboxesResponse(sandbox_ids=await self._sandboxes.delete_labelled(dict(request.labels)))
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:  # noqa: N802
-        ends_at = self._sandboxes.renew(request.sandbox_id, convert.seconds(request.lease))
+        ends_at = await self._sandboxes.renew(request.sandbox_id, convert.seconds(request.lease))
         return pb.RenewLeaseResponse(expire_time=convert.timestamp(ends_at))
 
     async def ListBackends(self, request: pb.ListBackendsRequest, context: Context) -> pb.ListBackendsResponse:  # noqa: N802

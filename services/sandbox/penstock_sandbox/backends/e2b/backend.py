@@ -1,0 +1,360 @@
+"""The E2B backend: sandboxes of E2B's cloud, served by the attendant over a command's standard input and output.
+
+Purpose: ties the parts together. One sandbox is: an E2B sandbox with our labels and no internet, the attendant that
+root started in it, and a pipe that this service opened outwards; model calls come back over that pipe, so the sandbox
+needs no way out, and this machine no way in.
+
+Invariants
+- Claims are checked by doing: ``open`` makes a sandbox, asks E2B whether it is closed and tries from inside, before the
+  backend calls itself available (R55).
+- E2B ends each sandbox by itself a margin after its lease, so that one which nobody ends does not stay (R50).
+- A creation that was given up is awaited and its sandbox removed: a request that was sent cannot be taken back (R49).
+- Sandboxes with our label that this process does not know are removed, at ``open`` and from time to time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Unavailable, Violation
+from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
+from penstock_sandbox.backends.e2b.cloud import Address, Cloud, installed
+from penstock_sandbox.backends.e2b.equipment import end_workload, equip
+from penstock_sandbox.backends.e2b.errors import Gone, Refused
+from penstock_sandbox.backends.e2b.removals import Removals
+from penstock_sandbox.backends.e2b.sandbox import E2BSandbox
+from penstock_sandbox.backends.e2b.trial import leak
+from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, SandboxSpec
+
+_MARGIN_S = 60.0
+_TRIAL_S = 120.0
+_SWEEP_S = 60.0
+_AGAIN_S = 30.0
+_LAST_CHANCE_S = 10.0
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class E2BOptions:
+    """The operator's choices for this backend; ``address`` is None where no key is set."""
+
+    state_dir: Path
+    address: Address | None
+    template: str = "base"
+    max_lifetime_s: float = 86_400.0
+    allow_open_network: bool = False
+
+
+class E2BBackend(Backend):
+    """See the module."""
+
+    name = "e2b"
+
+    def __init__(self, options: E2BOptions) -> None:
+        self._options = options
+        self._cloud: Cloud | None = None
+        self._removals = Removals()
+        self._live: dict[str, E2BSandbox | None] = {}
+        """By our ids; None while it is made."""
+        self._snapshots: dict[str, str] = {}
+        """E2B's ids of sealed layers, by ours."""
+        self._user = ""
+        self._loops: set[asyncio.Task[None]] = set()
+        self._cleanups: set[asyncio.Task[None]] = set()
+
+    # Opening and closing -----------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        if not installed():
+            self.unavailable_reason = "the E2B SDK is not installed: pip install 'penstock-sandbox[e2b]'"
+        elif self._options.address is None:
+            self.unavailable_reason = "no API key: set PENSTOCK_SANDBOX_E2B_API_KEY or E2B_API_KEY"
+        else:
+            instance = await asyncio.to_thread(_instance, self._options.state_dir)
+            self._cloud = Cloud(self._options.address, instance)
+            if not await self._try():
+                _start(self._loops, self._try_again())
+            _start(self._loops, self._sweep_forever())
+
+    async def _try(self) -> bool:
+        """Remove leftovers and try a sandbox; False when E2B could not be asked, so that asking again may help."""
+        try:
+            await self._sweep(self._our_cloud)
+            await self._remove_snapshots(self._our_cloud)
+            networks = await self._networks()
+        except Unavailable as error:
+            self.unavailable_reason = error.message
+        except PenstockError as error:
+            self.unavailable_reason = error.message
+            return True
+        else:
+            self.capabilities = Capabilities(
+                networks=networks,
+                fork=ForkKind.FILESYSTEM,
+                pty=True,
+                stdin_stream=True,
+                toolboxes=True,
+                kill_tree=True,
+            )
+            self.unavailable_reason = ""
+            return True
+        _log.warning("e2b backend unavailable for now", reason=self.unavailable_reason)
+        return False
+
+    async def _try_again(self) -> None:
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            if await self._try():
+                return
+
+    async def _networks(self) -> frozenset[NetworkKind]:
+        """What a trial shows to hold. Raises FailedPrecondition with the reason when nothing does."""
+        problem = await self._trial(NetworkKind.NONE)
+        if not problem:
+            more = {NetworkKind.OPEN} if self._options.allow_open_network else set()
+            return frozenset({NetworkKind.NONE, NetworkKind.ONE_ENDPOINT, *more})
+        _log.error("e2b keeps no sandbox closed", reason=problem)
+        if self._options.allow_open_network and not await self._trial(NetworkKind.OPEN):
+            return frozenset({NetworkKind.OPEN})
+        raise FailedPrecondition(problem, reason="BACKEND_UNAVAILABLE")
+
+    async def _trial(self, network: NetworkKind) -> str:
+        """Make a sandbox and look: what is wrong with it, or nothing."""
+        trial_id = f"trial-{secrets.token_hex(8)}"
+        self._live[trial_id] = None
+        try:
+            sandbox = await self._our_cloud.create(trial_id, self._options.template, _TRIAL_S, network)
+            workload = await equip(sandbox, trial_id, ())
+            self._user = workload.name
+            if network is NetworkKind.OPEN:
+                return ""
+            if not await self._our_cloud.is_closed(sandbox.sandbox_id):
+                return "this deployment of E2B does not say that a sandbox is closed when that is asked for"
+            return await leak(sandbox)
+        except Refused as refused:
+            return (
+                f"E2B refuses (status {refused.status}) to make a {network.name.lower()}-network sandbox of the"
+                f" template {self._options.template!r}"
+            )
+        except Gone:
+            return "the trial sandbox vanished"
+        finally:
+            await self._remove_made(trial_id)
+
+    async def aclose(self) -> None:
+        for task in self._loops:
+            task.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        if self._cleanups:
+            await asyncio.wait(self._cleanups, timeout=_LAST_CHANCE_S)
+        await asyncio.gather(*(live.destroy() for live in list(self._live.values()) if live is not None))
+        await asyncio.gather(*(self.remove_layer(layer_id) for layer_id in list(self._snapshots)))
+        await self._removals.aclose(_LAST_CHANCE_S)
+
+    # Sandboxes ---------------------------------------------------------------------------------------------------
+
+    def refuse_unsupported(self, spec: SandboxSpec) -> None:
+        super().refuse_unsupported(spec)
+        if spec.user not in ("", self._user):
+            raise FailedPrecondition(
+                f"sandboxes of E2B run as the template's user, {self._user!r}",
+                reason="CAPABILITY_MISSING",
+                metadata={"backend": self.name, "user": spec.user},
+            )
+        if (spec.lease_s or 0.0) > self._options.max_lifetime_s:
+            most = f"{self._options.max_lifetime_s:g} s"
+            raise InvalidArgument(
+                f"E2B keeps a sandbox for at most {most}",
+                reason="INVALID_LEASE",
+                violations=[Violation("spec.lease", f"more than {most}")],
+            )
+
+    async def create(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        toolboxes: Sequence[MountedToolbox],
+        on_lost: Callable[[str], None],
+    ) -> SandboxHandle:
+        self._live[sandbox_id] = None
+        making = asyncio.create_task(self._make(sandbox_id, spec, toolboxes, on_lost))
+        try:
+            return await asyncio.shield(making)
+        except BaseException:
+            # The request is not cancelled with us, or what it makes would be nobody's.
+            await asyncio.shield(_start(self._cleanups, self._abandon(sandbox_id, making)))
+            raise
+
+    async def _make(
+        self, sandbox_id: str, spec: SandboxSpec, toolboxes: Sequence[MountedToolbox], on_lost: Callable[[str], None]
+    ) -> E2BSandbox:
+        template = self._snapshots[spec.snapshot_id] if spec.snapshot_id else spec.image or self._options.template
+        try:
+            made = await self._our_cloud.create(
+                sandbox_id, template, self._timeout(spec.lease_s or 0.0), spec.network.kind
+            )
+            # A snapshot holds its toolboxes; nothing is installed for a rollout.
+            workload = await equip(made, sandbox_id, () if spec.snapshot_id else toolboxes)
+            path = [folder for toolbox in toolboxes for folder in toolbox.path]
+            sandbox = E2BSandbox(
+                sandbox_id,
+                self._our_cloud,
+                made,
+                workload,
+                spec.network.kind,
+                path,
+                self._timeout,
+                on_lost,
+                self._release,
+            )
+            self._live[sandbox_id] = sandbox
+            await sandbox.open(spec.network)
+        except Gone:
+            raise Unavailable(
+                "the sandbox was lost as it was made", reason="CREATE_FAILED", retry_after_s=1.0
+            ) from None
+        except Refused as refused:
+            raise _refused(refused, spec, template) from None
+        return sandbox
+
+    async def _abandon(self, sandbox_id: str, making: asyncio.Task[E2BSandbox]) -> None:
+        await asyncio.wait({making})
+        live = self._live.get(sandbox_id)
+        if live is not None:
+            await live.destroy()
+        await self._remove_made(sandbox_id)
+
+    async def _remove_made(self, sandbox_id: str) -> None:
+        """Remove whatever was made under an id of ours, and forget it."""
+
+        async def once() -> None:
+            for listed in await self._our_cloud.ours(sandbox_id):
+                await self._our_cloud.kill(listed.id)
+
+        await self._removals.remove(f"made {sandbox_id}", once)
+        self._live.pop(sandbox_id, None)
+
+    async def _release(self, sandbox: E2BSandbox) -> None:
+        await self._removals.remove(sandbox.e2b_id, lambda: self._our_cloud.kill(sandbox.e2b_id))
+        self._live.pop(sandbox.id, None)
+
+    def _timeout(self, lease_s: float) -> float:
+        """When E2B is to end a sandbox by itself."""
+        return min(lease_s + _MARGIN_S, self._options.max_lifetime_s)
+
+    # Layers ------------------------------------------------------------------------------------------------------
+
+    async def seal(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
+        assert isinstance(handle, E2BSandbox)
+        size = 0
+
+        async def keep() -> None:
+            nonlocal size
+            size = await end_workload(handle.made, handle.id)
+            self._snapshots[layer_id] = await self._our_cloud.create_snapshot(handle.e2b_id, layer_id)
+
+        handle.keep = keep
+        try:
+            await handle.destroy()
+        except (Gone, Refused):
+            raise FailedPrecondition("E2B could not keep the sandbox's files", reason="SEAL_FAILED") from None
+        finally:
+            if layer_id not in self._snapshots:
+                await self._remove_named(layer_id)
+        return SealedLayer(layer_id, size)
+
+    async def has_layer(self, layer_id: str) -> bool:
+        return layer_id in self._snapshots
+
+    async def remove_layer(self, layer_id: str) -> None:
+        snapshot_id = self._snapshots.pop(layer_id, None)
+        if snapshot_id is not None:
+            # Sandboxes made from it live on: each has a copy.
+            await self._removals.remove(layer_id, lambda: self._our_cloud.delete_snapshot(snapshot_id))
+
+    async def _remove_named(self, layer_id: str) -> None:
+        """Remove a snapshot whose making failed half way."""
+
+        async def once() -> None:
+            for snapshot_id in await self._our_cloud.our_snapshots(layer_id):
+                await self._our_cloud.delete_snapshot(snapshot_id)
+
+        await self._removals.remove(layer_id, once)
+
+    # Sweeping ----------------------------------------------------------------------------------------------------
+
+    async def _sweep(self, cloud: Cloud) -> None:
+        """Remove our sandboxes that nobody here knows, and lose those that E2B does not know any more."""
+        before = [live for live in self._live.values() if live is not None]
+        listed = await cloud.ours()
+        there = {one.id for one in listed}
+        for sandbox in before:
+            if sandbox.e2b_id not in there:
+                sandbox.lose("SANDBOX_VANISHED")
+        for one in listed:
+            if one.sandbox_id not in self._live:
+                _log.warning("removing a leftover", sandbox=one.sandbox_id)
+                await self._removals.remove(one.id, lambda e2b_id=one.id: cloud.kill(e2b_id))  # type: ignore[misc]
+
+    async def _remove_snapshots(self, cloud: Cloud) -> None:
+        known = set(self._snapshots.values())
+        for snapshot_id in await cloud.our_snapshots():
+            if snapshot_id not in known:
+                await self._removals.remove(
+                    snapshot_id,
+                    lambda snapshot_id=snapshot_id: cloud.delete_snapshot(snapshot_id),  # type: ignore[misc]
+                )
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            try:
+                await self._sweep(self._our_cloud)
+            except PenstockError as error:
+                _log.warning("looking for leftovers failed; it will be tried again", why=error.message)
+
+    # Parts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _our_cloud(self) -> Cloud:
+        assert self._cloud is not None, "an unavailable backend is never asked"
+        return self._cloud
+
+
+def _start(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
+def _refused(refused: Refused, spec: SandboxSpec, template: str) -> PenstockError:
+    if refused.status in (402, 403):
+        return FailedPrecondition(
+            f"E2B does not allow this account to do this (status {refused.status})", reason="BACKEND_UNAVAILABLE"
+        )
+    if spec.snapshot_id:
+        return FailedPrecondition("E2B does not know the snapshot any more", reason="SNAPSHOT_LOST")
+    return FailedPrecondition(
+        f"E2B makes no such sandbox of the template {template!r} (status {refused.status})",
+        reason="CAPABILITY_MISSING",
+        metadata={"backend": "e2b", "image": template},
+    )
+
+
+def _instance(state_dir: Path) -> str:
+    """What marks this service's sandboxes as its own, the same after a restart."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    file = state_dir / "instance"
+    if not file.exists():
+        partial = file.with_suffix(".partial")
+        partial.write_text(secrets.token_hex(8))
+        partial.replace(file)
+    return file.read_text()
