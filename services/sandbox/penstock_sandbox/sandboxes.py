@@ -377,7 +377,7 @@ class Sandboxes:
     # Changing and ending -----------------------------------------------------------------------------------------
 
     async def renew(self, sandbox_id: str, lease_s: float) -> float:
-        """Set the end of the lease to now + ``lease_s``; answers it. Raises what the backend raises where it refuses."""
+        """Set the end of the lease to now + ``lease_s``; answers it. Raises what the backend raises."""
         live = self.get(sandbox_id)
         if not 0 < lease_s <= self._limits.max_lease_s:
             raise InvalidArgument(

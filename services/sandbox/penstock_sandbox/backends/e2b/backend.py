@@ -22,15 +22,17 @@ from pathlib import Path
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Unavailable, Violation
+from penstock_chassis.errors import FailedPrecondition, Internal, InvalidArgument, PenstockError, Unavailable, Violation
+from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.backends.e2b.cloud import Address, Cloud, installed
 from penstock_sandbox.backends.e2b.equipment import end_workload, equip
-from penstock_sandbox.backends.e2b.errors import Gone, Refused
+from penstock_sandbox.backends.e2b.errors import Denied, Gone
 from penstock_sandbox.backends.e2b.removals import Removals
 from penstock_sandbox.backends.e2b.sandbox import E2BSandbox
 from penstock_sandbox.backends.e2b.trial import leak
-from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, SandboxSpec
+from penstock_sandbox.backends.refusals import Refused
+from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, NetworkPolicy, SandboxSpec
 
 _MARGIN_S = 60.0
 _TRIAL_S = 120.0
@@ -126,27 +128,24 @@ class E2BBackend(Backend):
         raise FailedPrecondition(problem, reason="BACKEND_UNAVAILABLE")
 
     async def _trial(self, network: NetworkKind) -> str:
-        """Make a sandbox and look: what is wrong with it, or nothing."""
+        """Make a sandbox and look: what is wrong with it, or nothing. Raises Unavailable when it could not be seen."""
         trial_id = f"trial-{secrets.token_hex(8)}"
         self._live[trial_id] = None
+        spec = SandboxSpec(network=NetworkPolicy(network), lease_s=_TRIAL_S)
         try:
-            sandbox = await self._our_cloud.create(trial_id, self._options.template, _TRIAL_S, network)
-            workload = await equip(sandbox, trial_id, ())
-            self._user = workload.name
+            sandbox = await self._make(trial_id, spec, (), lambda _: None)
+            self._user = sandbox.user
             if network is NetworkKind.OPEN:
                 return ""
-            if not await self._our_cloud.is_closed(sandbox.sandbox_id):
+            if not await self._our_cloud.is_closed(sandbox.e2b_id):
                 return "this deployment of E2B does not say that a sandbox is closed when that is asked for"
-            return await leak(sandbox)
-        except Refused as refused:
-            return (
-                f"E2B refuses (status {refused.status}) to make a {network.name.lower()}-network sandbox of the"
-                f" template {self._options.template!r}"
-            )
-        except Gone:
+            return await leak(sandbox.made)
+        except FailedPrecondition as error:
+            return error.message
+        except (Gone, Denied):
             return "the trial sandbox vanished"
         finally:
-            await self._remove_made(trial_id)
+            await self._discard(trial_id)
 
     async def aclose(self) -> None:
         for task in self._loops:
@@ -216,16 +215,23 @@ class E2BBackend(Backend):
             )
             self._live[sandbox_id] = sandbox
             await sandbox.open(spec.network)
-        except Gone:
+        except (Gone, LinkLost) as error:
+            why = f" ({error.reason})" if isinstance(error, LinkLost) else ""
             raise Unavailable(
-                "the sandbox was lost as it was made", reason="CREATE_FAILED", retry_after_s=1.0
+                f"the sandbox was lost as it was made{why}", reason="CREATE_FAILED", retry_after_s=1.0
             ) from None
-        except Refused as refused:
-            raise _refused(refused, spec, template) from None
+        except Refused as refusal:
+            raise Internal(f"the sandbox could not be made: {refusal.what}", reason="CREATE_FAILED") from refusal
+        except Denied as denied:
+            raise _not_made(denied, spec, template) from None
         return sandbox
 
     async def _abandon(self, sandbox_id: str, making: asyncio.Task[E2BSandbox]) -> None:
         await asyncio.wait({making})
+        await self._discard(sandbox_id)
+
+    async def _discard(self, sandbox_id: str) -> None:
+        """End what was begun under an id of ours."""
         live = self._live.get(sandbox_id)
         if live is not None:
             await live.destroy()
@@ -263,7 +269,7 @@ class E2BBackend(Backend):
         handle.keep = keep
         try:
             await handle.destroy()
-        except (Gone, Refused):
+        except (Gone, Denied):
             raise FailedPrecondition("E2B could not keep the sandbox's files", reason="SEAL_FAILED") from None
         finally:
             if layer_id not in self._snapshots:
@@ -335,15 +341,15 @@ def _start(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) ->
     return task
 
 
-def _refused(refused: Refused, spec: SandboxSpec, template: str) -> PenstockError:
-    if refused.status in (402, 403):
+def _not_made(denied: Denied, spec: SandboxSpec, template: str) -> PenstockError:
+    if denied.status in (402, 403):
         return FailedPrecondition(
-            f"E2B does not allow this account to do this (status {refused.status})", reason="BACKEND_UNAVAILABLE"
+            f"E2B does not allow this account to do this (status {denied.status})", reason="BACKEND_UNAVAILABLE"
         )
     if spec.snapshot_id:
         return FailedPrecondition("E2B does not know the snapshot any more", reason="SNAPSHOT_LOST")
     return FailedPrecondition(
-        f"E2B makes no such sandbox of the template {template!r} (status {refused.status})",
+        f"E2B makes no such sandbox of the template {template!r} (status {denied.status})",
         reason="CAPABILITY_MISSING",
         metadata={"backend": "e2b", "image": template},
     )

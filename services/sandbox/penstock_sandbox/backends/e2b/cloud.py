@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pydantic import SecretStr
 
 from penstock_chassis.errors import ResourceExhausted, Unavailable
-from penstock_sandbox.backends.e2b.errors import Gone, Refused, translated
+from penstock_sandbox.backends.e2b.errors import Denied, Gone, translated
 from penstock_sandbox.model import NetworkKind
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Cloud:
         self._instance = instance
 
     async def create(self, sandbox_id: str, template: str, timeout_s: float, network: NetworkKind) -> AsyncSandbox:
-        """Make a sandbox. Raises Refused, Unavailable, ResourceExhausted or FailedPrecondition; it may exist then.
+        """Make a sandbox. Raises Denied, Unavailable, ResourceExhausted or FailedPrecondition; it may exist then.
 
         Repeats carry the same idempotency key, so a lost answer makes no second sandbox.
         """
@@ -207,4 +207,4 @@ class Cloud:
         raise AssertionError("unreachable")
 
 
-__all__ = ["INSTANCE", "SANDBOX", "Address", "Cloud", "Gone", "Listed", "Refused", "installed"]
+__all__ = ["INSTANCE", "SANDBOX", "Address", "Cloud", "Denied", "Gone", "Listed", "installed"]

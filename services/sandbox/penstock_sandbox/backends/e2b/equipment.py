@@ -61,7 +61,7 @@ def _socket(sandbox_id: str) -> str:
 
 
 async def equip(sandbox: AsyncSandbox, sandbox_id: str, toolboxes: Sequence[MountedToolbox]) -> Workload:
-    """Put everything in place and start the attendant. Raises PenstockError, Gone or Refused."""
+    """Put everything in place and start the attendant. Raises PenstockError, Gone or Denied."""
     try:
         # Together: their cost is E2B's distance.
         async with asyncio.TaskGroup() as group:
@@ -73,7 +73,6 @@ async def equip(sandbox: AsyncSandbox, sandbox_id: str, toolboxes: Sequence[Moun
     workload = who.result()
     lines = [
         "set -e",
-        "python3 -c 'import sys; sys.exit(sys.version_info < (3, 8))'",
         f"mkdir -p {WORKDIR} && chown {workload.uid}:{workload.gid} {WORKDIR}",
         f"chown -R 0:0 {OURS} && chmod 755 {OURS} {_FOLDER}",
     ]
@@ -94,7 +93,7 @@ async def equip(sandbox: AsyncSandbox, sandbox_id: str, toolboxes: Sequence[Moun
 async def end_workload(sandbox: AsyncSandbox, sandbox_id: str) -> int:
     """End the attendant and with it all that it started, and write all to disk; answers the bytes in use there.
 
-    Raises FailedPrecondition (SEAL_FAILED), PenstockError, Gone or Refused.
+    Raises FailedPrecondition (SEAL_FAILED), PenstockError, Gone or Denied.
     """
     text = f"exec python3 -I -c {shlex.quote(_END)} {_socket(sandbox_id)}"
     code, out = await run(sandbox, text, _QUICK_S, user="root")

@@ -1,6 +1,6 @@
 """What E2B's SDK raises, as a closed set of errors of ours.
 
-Invariants: whatever an SDK call raises becomes a ``PenstockError``, ``Gone`` or ``Refused``, JSON that is none, parse
+Invariants: whatever an SDK call raises becomes a ``PenstockError``, ``Gone`` or ``Denied``, JSON that is none, parse
 errors and lost connections included (the SDK lets them through); no text of the SDK's travels on, since a proxy may
 repeat a request's headers in it: what is told is our own words and, where there is one, a status (R8).
 """
@@ -28,7 +28,7 @@ class Gone(Exception):
     """The sandbox is not there any more; no retry will help."""
 
 
-class Refused(Exception):
+class Denied(Exception):
     """E2B refuses the request itself, with a client error's ``status``: what that means is the caller's to say."""
 
     def __init__(self, status: int) -> None:
@@ -38,10 +38,10 @@ class Refused(Exception):
 
 @asynccontextmanager
 async def translated(what: str) -> AsyncIterator[None]:
-    """Run a call of the SDK. Raises PenstockError, Gone or Refused, and nothing else but cancellation."""
+    """Run a call of the SDK. Raises PenstockError, Gone or Denied, and nothing else but cancellation."""
     try:
         yield
-    except (PenstockError, Gone, Refused):
+    except (PenstockError, Gone, Denied):
         raise
     except Exception as error:  # noqa: BLE001 - the SDK raises whatever parsing a proxy's page raises
         raise _translate(what, error) from None
@@ -69,8 +69,8 @@ def _translate(what: str, error: Exception) -> Exception:
     if isinstance(error, sdk.NotEnoughSpaceException):
         return ResourceExhausted("the sandbox's disk is full", reason="NO_SPACE")
     if isinstance(error, sdk.InvalidArgumentException):
-        return Refused(400)
+        return Denied(400)
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
-        return Refused(status)
+        return Denied(status)
     told = f" (status {status})" if isinstance(status, int) else ""
     return Unavailable(f"E2B did not answer as it should{told}", reason="PROVIDER_FAILED", retry_after_s=_RETRY_AFTER_S)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from penstock_chassis.errors import PenstockError
 from penstock_sandbox.backends.attended.pipe import Armoured, Pipe, SandboxGone
-from penstock_sandbox.backends.e2b.errors import Gone, Refused, translated
+from penstock_sandbox.backends.e2b.errors import Denied, Gone, translated
 
 if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox
@@ -31,7 +31,7 @@ GONE = "SANDBOX_VANISHED"
 async def open_pipe(sandbox: AsyncSandbox, command: str) -> Pipe:
     """Start the command that joins its standard input and output with the attendant, armoured.
 
-    Raises SandboxGone, PenstockError or Refused.
+    Raises SandboxGone, PenstockError or Denied.
     """
     chunks: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUED_CHUNKS)
 
@@ -65,7 +65,7 @@ class _CommandPipe:
                 await self._command.wait()
         except Gone:
             self._gone = True
-        except (PenstockError, Refused):
+        except (PenstockError, Denied):
             pass  # a cut pipe; whoever opened this one opens another
         await self._chunks.put(None)
 

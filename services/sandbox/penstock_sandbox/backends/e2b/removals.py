@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from penstock_chassis.errors import PenstockError
-from penstock_sandbox.backends.e2b.errors import Gone, Refused
+from penstock_sandbox.backends.e2b.errors import Denied, Gone
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
@@ -49,7 +49,7 @@ class Removals:
                     return
                 except Gone:
                     return
-                except (PenstockError, Refused) as error:
+                except (PenstockError, Denied) as error:
                     _log.warning("removal will be tried again", what=key, why=str(error), in_s=round(pause, 1))
                 tried.set()
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - jitter

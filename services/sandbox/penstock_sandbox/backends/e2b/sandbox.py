@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.attended.endpoint import Endpoint
+from penstock_sandbox.backends.attended.files import lost
 from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
+from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.e2b.cloud import Cloud
 from penstock_sandbox.backends.e2b.equipment import WORKDIR, Workload, attach_command
-from penstock_sandbox.backends.e2b.errors import Gone, Refused
+from penstock_sandbox.backends.e2b.errors import Denied, Gone
 from penstock_sandbox.backends.e2b.pipe import GONE, open_pipe
+from penstock_sandbox.backends.refusals import Refused, file_error
 from penstock_sandbox.model import NetworkKind, NetworkPolicy
 
 if TYPE_CHECKING:
@@ -76,10 +79,10 @@ class E2BSandbox(AttendedSandbox):
             await self._cloud.set_timeout(self.e2b_id, self._timeout(lease_s))
         except Gone:
             self.lose(GONE)
-            raise _lost() from None
-        except Refused as refused:
+            raise lost(LinkLost(GONE)) from None
+        except Denied as denied:
             raise FailedPrecondition(
-                f"E2B does not keep a sandbox so long (status {refused.status})", reason="LEASE_REFUSED"
+                f"E2B does not keep a sandbox so long (status {denied.status})", reason="LEASE_REFUSED"
             ) from None
 
     async def set_network(self, policy: NetworkPolicy) -> None:
@@ -90,15 +93,20 @@ class E2BSandbox(AttendedSandbox):
             await self._cloud.close_network(self.e2b_id)
         except Gone:
             self.lose(GONE)
-            raise _lost() from None
-        except Refused as refused:
+            raise lost(LinkLost(GONE)) from None
+        except Denied as denied:
             raise FailedPrecondition(
-                f"E2B does not close this sandbox's network (status {refused.status})", reason="CAPABILITY_MISSING"
+                f"E2B does not close this sandbox's network (status {denied.status})", reason="CAPABILITY_MISSING"
             ) from None
         self._internet = False
         if policy.kind is NetworkKind.ONE_ENDPOINT:
             self._endpoint = Endpoint(self.id, policy.upstream)
-            await self._link.request("listen", port=policy.local_port)
+            try:
+                await self._link.request("listen", port=policy.local_port)
+            except LinkLost as error:
+                raise lost(error) from error
+            except Refused as refusal:
+                raise file_error(refusal, f"port {policy.local_port}") from refusal
 
     async def _end_at_e2b(self) -> None:
         try:
@@ -106,7 +114,3 @@ class E2BSandbox(AttendedSandbox):
                 await self.keep()
         finally:
             await self._release(self)
-
-
-def _lost() -> PenstockError:
-    return FailedPrecondition("the sandbox is gone", reason="SANDBOX_LOST")

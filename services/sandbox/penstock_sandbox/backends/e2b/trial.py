@@ -26,7 +26,7 @@ _LIMIT_S: Final = 30.0
 
 
 async def leak(sandbox: AsyncSandbox) -> str:
-    """What is wrong with the sandbox's network, or nothing. Raises PenstockError, Gone or Refused."""
+    """What is wrong with the sandbox's network, or nothing. Raises PenstockError, Gone or Denied."""
     where = " ".join(f"{host}/{port}" for host, port in _ADDRESSES)
     _, out = await run(sandbox, _ASK.replace("{where}", where), _LIMIT_S)
     if any(line.strip() not in ("", "0") for line in out.splitlines() if line.strip().isdigit()):
