@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+from tests.support.e2b_cloud import running as e2b_cloud
 
 from penstock.sandbox.v1 import (
     file_service_pb2_grpc,
@@ -60,6 +61,8 @@ SERVICES: Mapping[str, Variant] = {
     "attended-ordinary-user": Variant(
         {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"}, ordinary_user=True, plugins=_ATTENDED
     ),
+    # The unmodified SDK against a stand-in of E2B's cloud, or E2B itself (see tests/support/e2b_cloud/running.py).
+    "e2b": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "e2b"}, surroundings=e2b_cloud.beside),
 }
 
 
@@ -107,9 +110,7 @@ def _prefixed(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _process(
-    state_dir: Path, name: str, variant: Variant, further: Mapping[str, str]
-) -> AsyncIterator[Running]:
+async def _process(state_dir: Path, name: str, variant: Variant, further: Mapping[str, str]) -> AsyncIterator[Running]:
     environment = {
         "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
         "HOME": str(state_dir),

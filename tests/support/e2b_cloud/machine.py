@@ -136,10 +136,10 @@ class Machine:
         arguments += ["--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"]
         for path in _HOST_ETC:
             arguments += ["--ro-bind-try", path, path]
-        arguments += ["--chdir", "/", "--", "/bin/sh", "-c", "echo ready; exec sleep infinity"]
+        arguments += ["--chdir", "/", "--", "/bin/sh", "-c", "echo ready; read never"]
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *arguments, stdin=DEVNULL, stdout=PIPE, pass_fds=[theirs], preexec_fn=_become_mapped, env={}
+                *arguments, stdin=PIPE, stdout=PIPE, pass_fds=[theirs], preexec_fn=_become_mapped, env={}
             )
         finally:
             os.close(theirs)
