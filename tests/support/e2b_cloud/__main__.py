@@ -1,7 +1,7 @@
 """Runs the stand-in until its standard input ends: `python -m tests.support.e2b_cloud`, key in STAND_IN_API_KEY.
 
 The first line on standard output is JSON with its address. Beside E2B's own routes there is /control, for tests:
-- GET /control/requests: every request to the control plane so far, with its body.
+- GET /control/requests: every request so far, those to the control plane with their bodies.
 - POST /control/faults: a list of faults; each has `match` ("POST /v2/sandboxes" or a prefix of it), `times`, and either
   `drop` (the connection is cut) or `status`, `body` and `headers`; `after` lets the request take effect first.
 - POST /control/vanish/{id}: that sandbox ends without a word. POST /control/drop: every open stream is cut.
@@ -63,17 +63,16 @@ class StandIn:
             return _broken(request, fault)
         is_data = request.path.startswith(("/process.", "/filesystem.")) or request.path in ("/health", "/files")
         try:
-            if not is_data:
-                if not self.cloud.authorised(request):
-                    raise Problem(401, "invalid API key")
-                await self._record(request)
+            if not is_data and not self.cloud.authorised(request):
+                raise Problem(401, "invalid API key")
+            await self._record(request, with_body=not is_data)
             response = await handler(request)
         except Problem as problem:
             response = web.json_response({"code": problem.status, "message": str(problem)}, status=problem.status)
         return _broken(request, fault) if fault is not None else response
 
-    async def _record(self, request: web.Request) -> None:
-        body = await request.read()
+    async def _record(self, request: web.Request, *, with_body: bool) -> None:
+        body = await request.read() if with_body else b""
         told = {"method": request.method, "path": request.path, "query": dict(request.query)}
         headers = {name: request.headers[name] for name in _RECORDED if name in request.headers}
         self._requests.append({**told, "body": json.loads(body) if body else None, "headers": headers})

@@ -101,11 +101,12 @@ async def stand_in() -> AsyncIterator[StandIn]:
         assert line, f"the stand-in did not start (exit {process.wait()})"
         async with aiohttp.ClientSession() as http:
             running = StandIn(json.loads(line)["address"], key, http)
-            token = _beside.set(running)
+            _beside.set(running)
             try:
                 yield running
             finally:
-                _beside.reset(token)
+                # A fixture's end may run in another context than its beginning, where a reset would fail.
+                _beside.set(None)
     finally:
         process.stdin.close()
         await asyncio.to_thread(process.wait, 30)

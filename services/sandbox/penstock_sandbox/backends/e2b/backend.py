@@ -37,7 +37,7 @@ from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, NetworkP
 _MARGIN_S = 60.0
 _TRIAL_S = 120.0
 _SWEEP_S = 60.0
-_AGAIN_S = 30.0
+_FIRST_AGAIN_S = 1.0
 _LAST_CHANCE_S = 10.0
 
 _log = structlog.get_logger(__name__)
@@ -111,10 +111,10 @@ class E2BBackend(Backend):
         return False
 
     async def _try_again(self) -> None:
-        while True:
-            await asyncio.sleep(_AGAIN_S)
-            if await self._try():
-                return
+        pause = _FIRST_AGAIN_S
+        while not await self._try():
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _SWEEP_S)
 
     async def _networks(self) -> frozenset[NetworkKind]:
         """What a trial shows to hold. Raises FailedPrecondition with the reason when nothing does."""
