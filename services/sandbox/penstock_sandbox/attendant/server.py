@@ -2,8 +2,8 @@
 
 Invariants
 - Requests are done in the order in which they were said; each is answered once, some of them later.
-- A request that cannot be done is refused with the kernel's number; a defect is written to the log and refused with EIO:
-  neither ends the attendant.
+- A request that cannot be done is refused with the kernel's number; a defect is written to the log and refused with
+  EIO: neither ends the attendant.
 - A service that was not there before (another session) finds a clean table: what ran for the one before is killed.
 """
 
@@ -145,9 +145,7 @@ class Attendant:
 
     def _start(self, request: frames.Message, reply: Reply) -> None:
         number = request["process"]
-        process = Process(
-            self._loop, self._link.say, self._link.room, self._streams, self._workload, number
-        )
+        process = Process(self._loop, self._link.say, self._link.room, self._streams, self._workload, number)
         process.start(request, reply)
         self._processes[number] = process
 
