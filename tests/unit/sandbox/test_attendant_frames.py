@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from penstock_sandbox.attendant import frames, program
 from penstock_sandbox.attendant.frames import ACK, DATA, HELLO, Decoder, Ledger, Malformed, Unarmour
@@ -20,7 +21,7 @@ payloads = st.binary(max_size=40)
 
 def split(data: bytes, cuts: list[int]) -> list[bytes]:
     bounds = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    return [data[start:end] for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [data[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 @given(st.lists(st.tuples(st.integers(4, 11), payloads)), st.lists(st.integers(0, 10_000)))
@@ -170,10 +171,9 @@ class Conversation(RuleBasedStateMachine):
             assert self.ends[1 - who].heard == end.said
 
 
-class TestConversation(Conversation.TestCase):
-    """R26: a pipe that is cut at any byte, any number of times, loses and doubles nothing."""
-
-    settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+def test_a_pipe_that_is_cut_at_any_byte_any_number_of_times_loses_and_doubles_nothing() -> None:
+    """R26"""
+    run_state_machine_as_test(Conversation, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
 
 
 @pytest.mark.parametrize("part", program.PARTS)

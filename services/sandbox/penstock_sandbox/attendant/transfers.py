@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import signal
@@ -58,7 +59,7 @@ class Transfers:
         }
         for name, operation in files.OPERATIONS.items():
             if name not in self.operations:
-                self.operations[name] = lambda request, reply, do=operation: self._simple(do, request, reply)
+                self.operations[name] = functools.partial(self._simple, operation)
 
     def _simple(self, operation: Callable[[files.Message], files.Reply], request: files.Message, reply: Reply) -> None:
         with self._workload.acting():
