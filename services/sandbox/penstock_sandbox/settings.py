@@ -47,6 +47,9 @@ class SandboxSettings(ServiceSettings):
 
     e2b_api_key: SecretStr | None = Field(None, description="E2B's API key; E2B_API_KEY counts where this is unset")
     e2b_template: str = Field("base", min_length=1, description="E2B template of sandboxes that name no image")
+    e2b_allowed_templates: tuple[str, ...] = Field(
+        ("*",), description="patterns (with * and ?) of the E2B templates that a spec may name as its image"
+    )
     e2b_domain: str = Field("", description="domain of an E2B deployment; unset = E2B_DOMAIN or E2B's own cloud")
     e2b_api_url: str = Field("", description="address of its control plane where the domain does not tell it")
     e2b_sandbox_url: str = Field("", description="address of its sandboxes where the domain does not tell it")

@@ -26,6 +26,7 @@ def e2b_backend(settings: SandboxSettings) -> Backend:
             state_dir=settings.state_dir / "e2b",
             address=address if key.get_secret_value() else None,
             template=settings.e2b_template,
+            allowed_templates=settings.e2b_allowed_templates,
             max_lifetime_s=settings.e2b_max_lifetime_s,
             allow_open_network=settings.allow_open_network,
         )

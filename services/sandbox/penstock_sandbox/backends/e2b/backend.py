@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class E2BOptions:
     state_dir: Path
     address: Address | None
     template: str = "base"
+    allowed_templates: tuple[str, ...] = ("*",)
     max_lifetime_s: float = 86_400.0
     allow_open_network: bool = False
 
@@ -68,6 +70,7 @@ class E2BBackend(Backend):
         self._snapshots: dict[str, str] = {}
         """E2B's ids of sealed layers, by ours."""
         self._user = ""
+        self._terminals = False
         self._loops: set[asyncio.Task[None]] = set()
         self._cleanups: set[asyncio.Task[None]] = set()
 
@@ -100,7 +103,7 @@ class E2BBackend(Backend):
             self.capabilities = Capabilities(
                 networks=networks,
                 fork=ForkKind.FILESYSTEM,
-                pty=True,
+                pty=self._terminals,
                 stdin_stream=True,
                 toolboxes=True,
                 kill_tree=True,
@@ -135,6 +138,9 @@ class E2BBackend(Backend):
         try:
             sandbox = await self._make(trial_id, spec, (), lambda _: None)
             self._user = sandbox.user
+            self._terminals = sandbox.terminals
+            if not sandbox.protected:
+                _log.warning("the template's user is root: what runs in its sandboxes can end what serves them")
             if network is NetworkKind.OPEN:
                 return ""
             if not await self._our_cloud.is_closed(sandbox.e2b_id):
@@ -166,6 +172,14 @@ class E2BBackend(Backend):
                 f"sandboxes of E2B run as the template's user, {self._user!r}",
                 reason="CAPABILITY_MISSING",
                 metadata={"backend": self.name, "user": spec.user},
+            )
+        if spec.image and not any(
+            fnmatch.fnmatchcase(spec.image, pattern) for pattern in self._options.allowed_templates
+        ):
+            raise FailedPrecondition(
+                f"the operator's e2b_allowed_templates does not name {spec.image!r}",
+                reason="IMAGE_NOT_ALLOWED",
+                metadata={"backend": self.name, "image": spec.image},
             )
         if (spec.lease_s or 0.0) > self._options.max_lifetime_s:
             most = f"{self._options.max_lifetime_s:g} s"

@@ -121,14 +121,14 @@ class Cloud:
         )
 
     async def is_closed(self, e2b_id: str) -> bool:
-        """Whether E2B says that the sandbox has neither internet nor public ports."""
+        """Whether E2B says that the sandbox has no internet, and not that its ports are public."""
         from e2b import AsyncSandbox
 
         info = await self._repeated("get_info", lambda: AsyncSandbox.get_info(e2b_id, **self._options))
         network: Mapping[str, Any] = info.network or {}
         denied = network.get("deny_out") or ()
         closed = info.allow_internet_access is False or "0.0.0.0/0" in denied
-        return closed and network.get("allow_public_traffic") is False
+        return closed and network.get("allow_public_traffic") is not True
 
     async def ours(self, sandbox_id: str = "") -> list[Listed]:
         """Every sandbox of this instance, or those made as ``sandbox_id``."""

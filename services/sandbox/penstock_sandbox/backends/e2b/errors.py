@@ -67,7 +67,7 @@ def _translate(what: str, error: Exception) -> Exception:
             "E2B's limit of requests or sandboxes is reached", reason="PROVIDER_LIMIT", retry_after_s=_RETRY_AFTER_S
         )
     if isinstance(error, sdk.NotEnoughSpaceException):
-        return ResourceExhausted("the sandbox's disk is full", reason="NO_SPACE")
+        return ResourceExhausted("the sandbox's disk is full", reason="DISK_FULL")
     if isinstance(error, sdk.InvalidArgumentException):
         return Denied(400)
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox
 
 _QUEUED_CHUNKS = 64
+# What ``attach`` ends with where no attendant is.
+_NOBODY_LISTENS = 69
 GONE = "SANDBOX_VANISHED"
 
 
@@ -56,15 +58,21 @@ class _CommandPipe:
         self._sandbox = sandbox
         self._command = command
         self._chunks = chunks
-        self._gone = False
+        self._gone = ""
         self._watching = asyncio.create_task(self._watch(), name="e2b-pipe")
 
     async def _watch(self) -> None:
+        from e2b import CommandExitException
+
         try:
             async with translated("attached"):
-                await self._command.wait()
+                try:
+                    await self._command.wait()
+                except CommandExitException as ended:
+                    if ended.exit_code == _NOBODY_LISTENS:
+                        self._gone = "ATTENDANT_ENDED"
         except Gone:
-            self._gone = True
+            self._gone = GONE
         except (PenstockError, Denied):
             pass  # a cut pipe; whoever opened this one opens another
         await self._chunks.put(None)
@@ -80,7 +88,7 @@ class _CommandPipe:
         while (chunk := await self._chunks.get()) is not None:
             yield chunk
         if self._gone:
-            raise SandboxGone(GONE)
+            raise SandboxGone(self._gone)
 
     async def aclose(self) -> None:
         self._watching.cancel()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.attended.endpoint import Endpoint
 from penstock_sandbox.backends.attended.files import lost
+from penstock_sandbox.backends.attended.messages import Greeting
 from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
 from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.e2b.cloud import Cloud
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from e2b import AsyncSandbox
 
 _SYSTEM_PATH = ("/usr/local/bin", "/usr/bin", "/bin", "/usr/local/sbin", "/usr/sbin", "/sbin")
+# Each beat of an idle sandbox is a request to E2B.
+_HEARTBEAT_S = 20.0
 
 
 class E2BSandbox(AttendedSandbox):
@@ -60,14 +63,24 @@ class E2BSandbox(AttendedSandbox):
             },
             on_lost=on_lost,
             destroy=self._end_at_e2b,
+            heartbeat_s=_HEARTBEAT_S,
         )
         self.made = made
         self.keep: Callable[[], Awaitable[None]] | None = None
         """What ``destroy`` does once nobody is attached any more and before the sandbox is ended."""
+        self.terminals = False
+        """Whether the template has terminals; known once it is open, as is ``protected``."""
+        self.protected = False
+        """Whether the workload is another user than what serves it."""
         self._cloud = cloud
         self._internet = network is NetworkKind.OPEN
         self._timeout = timeout
         self._release = release
+
+    async def open(self, policy: NetworkPolicy | None = None) -> Greeting:
+        greeting = await super().open(policy)
+        self.terminals, self.protected = greeting.pty, greeting.user_switch
+        return greeting
 
     @property
     def e2b_id(self) -> str:
