@@ -253,6 +253,8 @@ class Envd:
             async with asyncio.timeout(limit_s):
                 async for event in events:
                     await response.write(frame({"event": event}))
+        except ConnectionResetError:
+            return response  # whoever asked has gone; the command has not
         except TimeoutError:
             assert limited is not None
             limited.kill()

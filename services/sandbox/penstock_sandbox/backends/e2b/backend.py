@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import functools
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,21 @@ from pathlib import Path
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition, Internal, InvalidArgument, PenstockError, Unavailable, Violation
+from penstock_chassis.errors import (
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+    Violation,
+)
 from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.backends.e2b.cloud import Address, Cloud, installed
-from penstock_sandbox.backends.e2b.equipment import end_workload, equip
+from penstock_sandbox.backends.e2b.equipment import equip
 from penstock_sandbox.backends.e2b.errors import Denied, Gone
+from penstock_sandbox.backends.e2b.layers import Layers
 from penstock_sandbox.backends.e2b.removals import Removals
 from penstock_sandbox.backends.e2b.sandbox import E2BSandbox
 from penstock_sandbox.backends.e2b.trial import leak
@@ -67,8 +77,7 @@ class E2BBackend(Backend):
         self._removals = Removals()
         self._live: dict[str, E2BSandbox | None] = {}
         """By our ids; None while it is made."""
-        self._snapshots: dict[str, str] = {}
-        """E2B's ids of sealed layers, by ours."""
+        self._layers: Layers | None = None
         self._user = ""
         self._terminals = False
         self._loops: set[asyncio.Task[None]] = set()
@@ -84,6 +93,7 @@ class E2BBackend(Backend):
         else:
             instance = await asyncio.to_thread(_instance, self._options.state_dir)
             self._cloud = Cloud(self._options.address, instance)
+            self._layers = Layers(self._cloud, self._removals)
             if not await self._try():
                 _start(self._loops, self._try_again())
             _start(self._loops, self._sweep_forever())
@@ -91,11 +101,14 @@ class E2BBackend(Backend):
     async def _try(self) -> bool:
         """Remove leftovers and try a sandbox; False when E2B could not be asked, so that asking again may help."""
         try:
-            await self._sweep(self._our_cloud)
-            await self._remove_snapshots(self._our_cloud)
+            await self._sweep()
+            await self._our_layers.remove_unknown()
             networks = await self._networks()
-        except Unavailable as error:
+        except (Unavailable, ResourceExhausted) as error:
             self.unavailable_reason = error.message
+        except Denied as denied:
+            self.unavailable_reason = f"E2B refuses to say what is there (status {denied.status})"
+            return True
         except PenstockError as error:
             self.unavailable_reason = error.message
             return True
@@ -148,8 +161,8 @@ class E2BBackend(Backend):
             return await leak(sandbox.made)
         except FailedPrecondition as error:
             return error.message
-        except (Gone, Denied):
-            return "the trial sandbox vanished"
+        except (Gone, Denied) as error:
+            return f"E2B does not say whether a sandbox is closed ({error})"
         finally:
             await self._discard(trial_id)
 
@@ -160,7 +173,8 @@ class E2BBackend(Backend):
         if self._cleanups:
             await asyncio.wait(self._cleanups, timeout=_LAST_CHANCE_S)
         await asyncio.gather(*(live.destroy() for live in list(self._live.values()) if live is not None))
-        await asyncio.gather(*(self.remove_layer(layer_id) for layer_id in list(self._snapshots)))
+        if self._layers is not None:
+            await self._layers.aclose()
         await self._removals.aclose(_LAST_CHANCE_S)
 
     # Sandboxes ---------------------------------------------------------------------------------------------------
@@ -208,7 +222,8 @@ class E2BBackend(Backend):
     async def _make(
         self, sandbox_id: str, spec: SandboxSpec, toolboxes: Sequence[MountedToolbox], on_lost: Callable[[str], None]
     ) -> E2BSandbox:
-        template = self._snapshots[spec.snapshot_id] if spec.snapshot_id else spec.image or self._options.template
+        fresh = spec.image or self._options.template
+        template = self._our_layers.template(spec.snapshot_id) if spec.snapshot_id else fresh
         try:
             made = await self._our_cloud.create(
                 sandbox_id, template, self._timeout(spec.lease_s or 0.0), spec.network.kind
@@ -241,7 +256,8 @@ class E2BBackend(Backend):
         return sandbox
 
     async def _abandon(self, sandbox_id: str, making: asyncio.Task[E2BSandbox]) -> None:
-        await asyncio.wait({making})
+        # Whoever asked was told how it failed; here only its end matters.
+        await asyncio.gather(making, return_exceptions=True)
         await self._discard(sandbox_id)
 
     async def _discard(self, sandbox_id: str) -> None:
@@ -262,7 +278,7 @@ class E2BBackend(Backend):
         self._live.pop(sandbox_id, None)
 
     async def _release(self, sandbox: E2BSandbox) -> None:
-        await self._removals.remove(sandbox.e2b_id, lambda: self._our_cloud.kill(sandbox.e2b_id))
+        await self._removals.remove(sandbox.e2b_id, functools.partial(self._our_cloud.kill, sandbox.e2b_id))
         self._live.pop(sandbox.id, None)
 
     def _timeout(self, lease_s: float) -> float:
@@ -273,47 +289,20 @@ class E2BBackend(Backend):
 
     async def seal(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
         assert isinstance(handle, E2BSandbox)
-        size = 0
-
-        async def keep() -> None:
-            nonlocal size
-            size = await end_workload(handle.made, handle.id)
-            self._snapshots[layer_id] = await self._our_cloud.create_snapshot(handle.e2b_id, layer_id)
-
-        handle.keep = keep
-        try:
-            await handle.destroy()
-        except (Gone, Denied):
-            raise FailedPrecondition("E2B could not keep the sandbox's files", reason="SEAL_FAILED") from None
-        finally:
-            if layer_id not in self._snapshots:
-                await self._remove_named(layer_id)
-        return SealedLayer(layer_id, size)
+        return await self._our_layers.seal(handle, layer_id)
 
     async def has_layer(self, layer_id: str) -> bool:
-        return layer_id in self._snapshots
+        return layer_id in self._our_layers
 
     async def remove_layer(self, layer_id: str) -> None:
-        snapshot_id = self._snapshots.pop(layer_id, None)
-        if snapshot_id is not None:
-            # Sandboxes made from it live on: each has a copy.
-            await self._removals.remove(layer_id, lambda: self._our_cloud.delete_snapshot(snapshot_id))
-
-    async def _remove_named(self, layer_id: str) -> None:
-        """Remove a snapshot whose making failed half way."""
-
-        async def once() -> None:
-            for snapshot_id in await self._our_cloud.our_snapshots(layer_id):
-                await self._our_cloud.delete_snapshot(snapshot_id)
-
-        await self._removals.remove(layer_id, once)
+        await self._our_layers.remove(layer_id)
 
     # Sweeping ----------------------------------------------------------------------------------------------------
 
-    async def _sweep(self, cloud: Cloud) -> None:
+    async def _sweep(self) -> None:
         """Remove our sandboxes that nobody here knows, and lose those that E2B does not know any more."""
         before = [live for live in self._live.values() if live is not None]
-        listed = await cloud.ours()
+        listed = await self._our_cloud.ours()
         there = {one.id for one in listed}
         for sandbox in before:
             if sandbox.e2b_id not in there:
@@ -321,24 +310,15 @@ class E2BBackend(Backend):
         for one in listed:
             if one.sandbox_id not in self._live:
                 _log.warning("removing a leftover", sandbox=one.sandbox_id)
-                await self._removals.remove(one.id, lambda e2b_id=one.id: cloud.kill(e2b_id))  # type: ignore[misc]
-
-    async def _remove_snapshots(self, cloud: Cloud) -> None:
-        known = set(self._snapshots.values())
-        for snapshot_id in await cloud.our_snapshots():
-            if snapshot_id not in known:
-                await self._removals.remove(
-                    snapshot_id,
-                    lambda snapshot_id=snapshot_id: cloud.delete_snapshot(snapshot_id),  # type: ignore[misc]
-                )
+                await self._removals.remove(one.id, functools.partial(self._our_cloud.kill, one.id))
 
     async def _sweep_forever(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
             try:
-                await self._sweep(self._our_cloud)
-            except PenstockError as error:
-                _log.warning("looking for leftovers failed; it will be tried again", why=error.message)
+                await self._sweep()
+            except (PenstockError, Denied) as error:
+                _log.warning("looking for leftovers failed; it will be tried again", why=str(error))
 
     # Parts -------------------------------------------------------------------------------------------------------
 
@@ -346,6 +326,11 @@ class E2BBackend(Backend):
     def _our_cloud(self) -> Cloud:
         assert self._cloud is not None, "an unavailable backend is never asked"
         return self._cloud
+
+    @property
+    def _our_layers(self) -> Layers:
+        assert self._layers is not None, "an unavailable backend is never asked"
+        return self._layers
 
 
 def _start(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> asyncio.Task[None]:

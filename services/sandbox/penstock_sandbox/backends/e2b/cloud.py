@@ -16,14 +16,14 @@ import asyncio
 import importlib.util
 import math
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import SecretStr
 
 from penstock_chassis.errors import ResourceExhausted, Unavailable
-from penstock_sandbox.backends.e2b.errors import Denied, Gone, translated
+from penstock_sandbox.backends.e2b.errors import Denied, Gone, asked
 from penstock_sandbox.model import NetworkKind
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ class Cloud:
         """End a sandbox; one that is gone is fine."""
         from e2b import AsyncSandbox
 
-        async with translated("kill"):
-            await AsyncSandbox.kill(e2b_id, **self._options)
+        await asked("kill", AsyncSandbox.kill(e2b_id, **self._options))
 
     async def set_timeout(self, e2b_id: str, timeout_s: float) -> None:
         """Have E2B end the sandbox so many seconds from now."""
@@ -156,16 +155,14 @@ class Cloud:
         """Keep a sandbox's state under a name of ours; answers E2B's id. Not repeated: each call may make one."""
         from e2b import AsyncSandbox
 
-        async with translated("create_snapshot"):
-            snapshot = await AsyncSandbox.create_snapshot(e2b_id, name=self._name(layer_id), **self._options)
-            return snapshot.snapshot_id
+        taking = AsyncSandbox.create_snapshot(e2b_id, name=self._name(layer_id), **self._options)
+        return (await asked("create_snapshot", taking)).snapshot_id
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
         """Remove a snapshot; one that is gone is fine."""
         from e2b import AsyncSandbox
 
-        async with translated("delete_snapshot"):
-            await AsyncSandbox.delete_snapshot(snapshot_id, **self._options)
+        await asked("delete_snapshot", AsyncSandbox.delete_snapshot(snapshot_id, **self._options))
 
     async def our_snapshots(self, layer_id: str = "") -> list[str]:
         """E2B's ids of every snapshot of this instance, or of those named for a layer."""
@@ -195,11 +192,10 @@ class Cloud:
     # Repeating ---------------------------------------------------------------------------------------------------
 
     @staticmethod
-    async def _repeated(what: str, once: Callable[[], Awaitable[T]]) -> T:
+    async def _repeated(what: str, once: Callable[[], Coroutine[Any, Any, T]]) -> T:
         for attempt in range(_ATTEMPTS):
             try:
-                async with translated(what):
-                    return await once()
+                return await asked(what, once())
             except (Unavailable, ResourceExhausted):
                 if attempt == _ATTEMPTS - 1:
                     raise

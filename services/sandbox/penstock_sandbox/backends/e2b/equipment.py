@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Final
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.attendant import program
 from penstock_sandbox.backends.base import MountedToolbox
-from penstock_sandbox.backends.e2b.errors import translated
+from penstock_sandbox.backends.e2b.errors import asked
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox
@@ -142,8 +142,7 @@ async def _upload_toolboxes(sandbox: AsyncSandbox, toolboxes: Sequence[MountedTo
         return
     with tempfile.TemporaryFile() as archive:
         await asyncio.to_thread(_pack, toolboxes, archive)
-        async with translated("upload"):
-            await sandbox.files.write(_ARCHIVE, archive, user="root", request_timeout=_UPLOAD_S)
+        await asked("upload", sandbox.files.write(_ARCHIVE, archive, user="root", request_timeout=_UPLOAD_S))
 
 
 def _pack(toolboxes: Sequence[MountedToolbox], archive: IO[bytes]) -> None:
@@ -162,8 +161,7 @@ def _pack(toolboxes: Sequence[MountedToolbox], archive: IO[bytes]) -> None:
 
 
 async def _upload_program(sandbox: AsyncSandbox) -> None:
-    async with translated("upload"):
-        await sandbox.files.write(_PROGRAM, program.text(), user="root")
+    await asked("upload", sandbox.files.write(_PROGRAM, program.text(), user="root"))
 
 
 async def _who(sandbox: AsyncSandbox) -> Workload:
@@ -180,9 +178,8 @@ async def run(sandbox: AsyncSandbox, text: str, timeout_s: float, user: str | No
     """Run a small command; its exit code and its output."""
     from e2b import CommandExitException
 
-    async with translated("run"):
-        try:
-            result = await sandbox.commands.run(text, user=user, timeout=timeout_s)
-        except CommandExitException as ended:
-            return ended.exit_code, ended.stdout
-        return result.exit_code, result.stdout
+    try:
+        result = await asked("run", sandbox.commands.run(text, user=user, timeout=timeout_s))
+    except CommandExitException as ended:
+        return ended.exit_code, ended.stdout
+    return result.exit_code, result.stdout

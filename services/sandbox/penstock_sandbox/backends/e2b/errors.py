@@ -7,19 +7,21 @@ repeat a request's headers in it: what is told is our own words and, where there
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import structlog
 
 from penstock_chassis.errors import (
     FailedPrecondition,
-    PenstockError,
     ResourceExhausted,
     Unavailable,
 )
 
 _RETRY_AFTER_S = 5.0
+
+T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
@@ -36,13 +38,30 @@ class Denied(Exception):
         self.status = status
 
 
-@asynccontextmanager
-async def translated(what: str) -> AsyncIterator[None]:
-    """Run a call of the SDK. Raises PenstockError, Gone or Denied, and nothing else but cancellation."""
+async def asked(what: str, call: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]] | None = None) -> T:
+    """The answer to a call of the SDK. Raises PenstockError, Gone, Denied, or the SDK's CommandExitException.
+
+    The SDK may swallow a cancellation that meets its answer, and whoever cancelled would wait for ever: so the call has
+    a task of its own, and what comes of one that was cancelled too late goes to ``undo``.
+    """
+    from e2b import CommandExitException
+
+    task = asyncio.create_task(call, name=f"e2b-{what}")
     try:
-        yield
-    except (PenstockError, Gone, Denied):
+        await asyncio.wait({task})
+    except asyncio.CancelledError:
+        task.cancel()
+        (late,) = await asyncio.gather(task, return_exceptions=True)
+        if undo is not None and not isinstance(late, BaseException):
+            await undo(late)
         raise
+    try:
+        return task.result()
+    except CommandExitException:
+        raise
+    except asyncio.CancelledError:
+        # Nobody cancelled it here: the SDK says so of a stream that was cut in some ways.
+        raise _translate(what, ConnectionError()) from None
     except Exception as error:  # noqa: BLE001 - the SDK raises whatever parsing a proxy's page raises
         raise _translate(what, error) from None
 

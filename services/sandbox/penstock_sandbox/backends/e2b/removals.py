@@ -24,7 +24,8 @@ _log = structlog.get_logger(__name__)
 class Removals:
     """All removals of a backend that are not done yet, by a key of the caller's."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_pause_s: float = _FIRST_PAUSE_S) -> None:
+        self._first_pause_s = first_pause_s
         self._pending: dict[str, asyncio.Task[None]] = {}
 
     async def remove(self, key: str, once: Callable[[], Awaitable[None]]) -> None:
@@ -41,7 +42,7 @@ class Removals:
             await asyncio.wait({task}, timeout=_FIRST_PAUSE_S)
 
     async def _until_done(self, key: str, once: Callable[[], Awaitable[None]], tried: asyncio.Event) -> None:
-        pause = _FIRST_PAUSE_S
+        pause = self._first_pause_s
         try:
             while True:
                 try:
