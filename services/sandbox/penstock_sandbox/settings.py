@@ -84,9 +84,21 @@ class SandboxSettings(ServiceSettings):
         description="offer one-endpoint networks on hf, where everything else on the internet can be reached as well",
     )
 
-    @field_validator("hf_token")
+    e2b_api_key: SecretStr | None = Field(None, description="E2B's API key; E2B_API_KEY counts where this is unset")
+    e2b_template: str = Field("base", min_length=1, description="E2B template of sandboxes that name no image")
+    e2b_allowed_templates: tuple[str, ...] = Field(
+        ("*",), description="patterns (with * and ?) of the E2B templates that a spec may name as its image"
+    )
+    e2b_domain: str = Field("", description="domain of an E2B deployment; unset = E2B_DOMAIN or E2B's own cloud")
+    e2b_api_url: str = Field("", description="address of its control plane where the domain does not tell it")
+    e2b_sandbox_url: str = Field("", description="address of its sandboxes where the domain does not tell it")
+    e2b_max_lifetime_s: float = Field(
+        86_400.0, ge=60, description="longest that the E2B account lets a sandbox live, in seconds (3600 on some plans)"
+    )
+
+    @field_validator("hf_token", "e2b_api_key")
     @classmethod
-    def _token_is_not_blank(cls, value: SecretStr | None) -> SecretStr | None:
+    def _not_blank(cls, value: SecretStr | None) -> SecretStr | None:
         return refuse_blank(value)
 
     @field_validator("extra_read_only")

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import grpc
 from tests.support.hf_jobs.client import hf_jobs
+from tests.support.e2b_cloud import running as e2b_cloud
 
 from penstock.sandbox.v1 import (
     file_service_pb2_grpc,
@@ -80,6 +81,8 @@ SERVICES: Mapping[str, Variant] = {
         {**_HF, "PENSTOCK_SANDBOX_HF_CLIENT": "hf-sandbox", "PYTHONPATH": str(_ROOT / "tests/support/hf_jobs/hasten")},
         surroundings=_hf_jobs,
     ),
+    # The unmodified SDK against a stand-in of E2B's cloud, or E2B itself (see tests/support/e2b_cloud/running.py).
+    "e2b": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "e2b"}, surroundings=e2b_cloud.beside),
 }
 
 

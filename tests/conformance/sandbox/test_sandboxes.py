@@ -333,7 +333,7 @@ async def test_setup_runs_once_and_its_files_are_in_every_fork_which_share_nothi
     spec = {
         "files": [
             ss.SeedFile(path="in/note", content=b"note\n"),
-            ss.SeedFile(path="/app/run", content=b"x", mode=0o755),
+            ss.SeedFile(path="/workspace/app/run", content=b"x", mode=0o755),
         ],
         "setup": [
             command(shell=f"echo {nonce}; date +%N > stamp; mkdir dir; echo a > dir/a; echo b > dir/b"),
@@ -350,13 +350,13 @@ async def test_setup_runs_once_and_its_files_are_in_every_fork_which_share_nothi
     assert not again and same.snapshot_id == snapshot.snapshot_id
 
     boxes = await fork(service, snapshot.snapshot_id, 6, env={"MORE": "yes"})
-    stamps = await asyncio.gather(*(box.out("cat stamp in/note; stat -c %a /app/run; echo $MORE") for box in boxes))
+    stamps = await asyncio.gather(*(box.out("cat stamp in/note; stat -c %a app/run; echo $MORE") for box in boxes))
     assert len(set(stamps)) == 1 and stamps[0].endswith("note\n755\nyes")
     # Each may change and remove what the setup made; nobody else sees it.
     await boxes[0].out("echo changed > stamp; rm -r dir; mkdir dir; echo new > dir/new; rm in/note")
     assert await boxes[1].out("ls dir; cat in/note") == "a\nb\nnote"
     assert await boxes[0].out("cat stamp; ls dir in") == "changed\ndir:\nnew\n\nin:"
-    assert await boxes[0].out("stat -c %U stamp dir /workspace $HOME | sort -u") == "agent"
+    assert await boxes[0].out("stat -c %U stamp dir /workspace $HOME | sort -u") == await boxes[0].out("id -un")
     for box in boxes:
         await delete(service, box.id)
     await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id), timeout=30)
@@ -439,7 +439,7 @@ async def test_the_diff_is_what_the_sandbox_changed_and_nothing_else(service: Ru
     assert end is not None
     with tarfile.open(fileobj=io.BytesIO(bytes(content))) as archive:
         files = {one.name for one in archive.getmembers() if not one.isdir()}
-        assert files == {"workspace/d/a", "workspace/e/n", "workspace/l", "home/agent/h"}
+        assert files == {"workspace/d/a", "workspace/e/n", "workspace/l", f"{box.sandbox.home[1:]}/h"}
     assert sorted(end.deleted_paths) == ["/workspace/d/b", "/workspace/e"]
     await delete(service, box.id)
 

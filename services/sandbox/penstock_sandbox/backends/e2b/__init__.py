@@ -1,0 +1,33 @@
+"""The E2B backend: sandboxes of E2B's cloud, or of a deployment that speaks its protocol, through its own SDK."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import SecretStr
+
+from penstock_sandbox.backends.base import Backend
+from penstock_sandbox.backends.e2b.backend import E2BBackend, E2BOptions
+from penstock_sandbox.backends.e2b.cloud import Address
+from penstock_sandbox.settings import SandboxSettings
+
+
+def e2b_backend(settings: SandboxSettings) -> Backend:
+    """The E2B backend as the settings want it; E2B's own environment variables count where ours are not set."""
+    key = settings.e2b_api_key or SecretStr(os.environ.get("E2B_API_KEY", "").strip())
+    address = Address(
+        key,
+        domain=settings.e2b_domain or os.environ.get("E2B_DOMAIN", ""),
+        api_url=settings.e2b_api_url or os.environ.get("E2B_API_URL", ""),
+        sandbox_url=settings.e2b_sandbox_url or os.environ.get("E2B_SANDBOX_URL", ""),
+    )
+    return E2BBackend(
+        E2BOptions(
+            state_dir=settings.state_dir / "e2b",
+            address=address if key.get_secret_value() else None,
+            template=settings.e2b_template,
+            allowed_templates=settings.e2b_allowed_templates,
+            max_lifetime_s=settings.e2b_max_lifetime_s,
+            allow_open_network=settings.allow_open_network,
+        )
+    )

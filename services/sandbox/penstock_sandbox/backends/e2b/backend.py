@@ -1,0 +1,365 @@
+"""The E2B backend: sandboxes of E2B's cloud, served by the attendant over a command's standard input and output.
+
+Purpose: ties the parts together. One sandbox is: an E2B sandbox with our labels and no internet, the attendant that
+root started in it, and a pipe that this service opened outwards; model calls come back over that pipe, so the sandbox
+needs no way out, and this machine no way in.
+
+Invariants
+- Claims are checked by doing: ``open`` makes a sandbox, asks E2B whether it is closed and tries from inside, before the
+  backend calls itself available (R55).
+- E2B ends each sandbox by itself a margin after its lease, so that one which nobody ends does not stay (R50).
+- A creation that was given up is awaited and its sandbox removed: a request that was sent cannot be taken back (R49).
+- Sandboxes with our label that this process does not know are removed, at ``open`` and from time to time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import functools
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from penstock_chassis.errors import (
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    PenstockError,
+    ResourceExhausted,
+    Unavailable,
+    Violation,
+)
+from penstock_sandbox.backends.attended.stream import LinkLost
+from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
+from penstock_sandbox.backends.e2b.cloud import Address, Cloud, installed
+from penstock_sandbox.backends.e2b.equipment import equip
+from penstock_sandbox.backends.e2b.errors import Denied, Gone
+from penstock_sandbox.backends.e2b.layers import Layers
+from penstock_sandbox.backends.e2b.removals import Removals
+from penstock_sandbox.backends.e2b.sandbox import E2BSandbox
+from penstock_sandbox.backends.e2b.trial import leak
+from penstock_sandbox.backends.refusals import Refused
+from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, NetworkPolicy, SandboxSpec
+
+_MARGIN_S = 60.0
+_TRIAL_S = 120.0
+_SWEEP_S = 60.0
+_FIRST_AGAIN_S = 1.0
+_LAST_CHANCE_S = 10.0
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class E2BOptions:
+    """The operator's choices for this backend; ``address`` is None where no key is set."""
+
+    state_dir: Path
+    address: Address | None
+    template: str = "base"
+    allowed_templates: tuple[str, ...] = ("*",)
+    max_lifetime_s: float = 86_400.0
+    allow_open_network: bool = False
+
+
+class E2BBackend(Backend):
+    """See the module."""
+
+    name = "e2b"
+
+    def __init__(self, options: E2BOptions) -> None:
+        self._options = options
+        self._cloud: Cloud | None = None
+        self._removals = Removals()
+        self._live: dict[str, E2BSandbox | None] = {}
+        """By our ids; None while it is made."""
+        self._layers: Layers | None = None
+        self._user = ""
+        self._terminals = False
+        self._loops: set[asyncio.Task[None]] = set()
+        self._cleanups: set[asyncio.Task[None]] = set()
+
+    # Opening and closing -----------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        if not installed():
+            self.unavailable_reason = "the E2B SDK is not installed: pip install 'penstock-sandbox[e2b]'"
+        elif self._options.address is None:
+            self.unavailable_reason = "no API key: set PENSTOCK_SANDBOX_E2B_API_KEY or E2B_API_KEY"
+        else:
+            instance = await asyncio.to_thread(_instance, self._options.state_dir)
+            self._cloud = Cloud(self._options.address, instance)
+            self._layers = Layers(self._cloud, self._removals)
+            if not await self._try():
+                _start(self._loops, self._try_again())
+            _start(self._loops, self._sweep_forever())
+
+    async def _try(self) -> bool:
+        """Remove leftovers and try a sandbox; False when E2B could not be asked, so that asking again may help."""
+        try:
+            await self._sweep()
+            await self._our_layers.remove_unknown()
+            networks = await self._networks()
+        except (Unavailable, ResourceExhausted) as error:
+            self.unavailable_reason = error.message
+        except Denied as denied:
+            self.unavailable_reason = f"E2B refuses to say what is there (status {denied.status})"
+            return True
+        except PenstockError as error:
+            self.unavailable_reason = error.message
+            return True
+        else:
+            self.capabilities = Capabilities(
+                networks=networks,
+                fork=ForkKind.FILESYSTEM,
+                pty=self._terminals,
+                stdin_stream=True,
+                toolboxes=True,
+                kill_tree=True,
+            )
+            self.unavailable_reason = ""
+            return True
+        _log.warning("e2b backend unavailable for now", reason=self.unavailable_reason)
+        return False
+
+    async def _try_again(self) -> None:
+        pause = _FIRST_AGAIN_S
+        while not await self._try():
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _SWEEP_S)
+
+    async def _networks(self) -> frozenset[NetworkKind]:
+        """What a trial shows to hold. Raises FailedPrecondition with the reason when nothing does."""
+        problem = await self._trial(NetworkKind.NONE)
+        if not problem:
+            more = {NetworkKind.OPEN} if self._options.allow_open_network else set()
+            return frozenset({NetworkKind.NONE, NetworkKind.ONE_ENDPOINT, *more})
+        _log.error("e2b keeps no sandbox closed", reason=problem)
+        if self._options.allow_open_network and not await self._trial(NetworkKind.OPEN):
+            return frozenset({NetworkKind.OPEN})
+        raise FailedPrecondition(problem, reason="BACKEND_UNAVAILABLE")
+
+    async def _trial(self, network: NetworkKind) -> str:
+        """Make a sandbox and look: what is wrong with it, or nothing. Raises Unavailable when it could not be seen."""
+        trial_id = f"trial-{secrets.token_hex(8)}"
+        self._live[trial_id] = None
+        spec = SandboxSpec(network=NetworkPolicy(network), lease_s=_TRIAL_S)
+        try:
+            sandbox = await self._make(trial_id, spec, (), lambda _: None)
+            self._user = sandbox.user
+            self._terminals = sandbox.terminals
+            if not sandbox.protected:
+                _log.warning("the template's user is root: what runs in its sandboxes can end what serves them")
+            if network is NetworkKind.OPEN:
+                return ""
+            if not await self._our_cloud.is_closed(sandbox.e2b_id):
+                return "this deployment of E2B does not say that a sandbox is closed when that is asked for"
+            return await leak(sandbox.made)
+        except FailedPrecondition as error:
+            return error.message
+        except (Gone, Denied) as error:
+            return f"E2B does not say whether a sandbox is closed ({error})"
+        finally:
+            await self._discard(trial_id)
+
+    async def aclose(self) -> None:
+        for task in self._loops:
+            task.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        if self._cleanups:
+            await asyncio.wait(self._cleanups, timeout=_LAST_CHANCE_S)
+        await asyncio.gather(*(live.destroy() for live in list(self._live.values()) if live is not None))
+        if self._layers is not None:
+            await self._layers.aclose()
+        await self._removals.aclose(_LAST_CHANCE_S)
+
+    # Sandboxes ---------------------------------------------------------------------------------------------------
+
+    def refuse_unsupported(self, spec: SandboxSpec) -> None:
+        super().refuse_unsupported(spec)
+        if spec.user not in ("", self._user):
+            raise FailedPrecondition(
+                f"sandboxes of E2B run as the template's user, {self._user!r}",
+                reason="CAPABILITY_MISSING",
+                metadata={"backend": self.name, "user": spec.user},
+            )
+        if spec.image and not any(
+            fnmatch.fnmatchcase(spec.image, pattern) for pattern in self._options.allowed_templates
+        ):
+            raise FailedPrecondition(
+                f"the operator's e2b_allowed_templates does not name {spec.image!r}",
+                reason="IMAGE_NOT_ALLOWED",
+                metadata={"backend": self.name, "image": spec.image},
+            )
+        if (spec.lease_s or 0.0) > self._options.max_lifetime_s:
+            most = f"{self._options.max_lifetime_s:g} s"
+            raise InvalidArgument(
+                f"E2B keeps a sandbox for at most {most}",
+                reason="INVALID_LEASE",
+                violations=[Violation("spec.lease", f"more than {most}")],
+            )
+
+    async def create(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        toolboxes: Sequence[MountedToolbox],
+        on_lost: Callable[[str], None],
+    ) -> SandboxHandle:
+        self._live[sandbox_id] = None
+        making = asyncio.create_task(self._make(sandbox_id, spec, toolboxes, on_lost))
+        try:
+            return await asyncio.shield(making)
+        except BaseException:
+            # The request is not cancelled with us, or what it makes would be nobody's.
+            await asyncio.shield(_start(self._cleanups, self._abandon(sandbox_id, making)))
+            raise
+
+    async def _make(
+        self, sandbox_id: str, spec: SandboxSpec, toolboxes: Sequence[MountedToolbox], on_lost: Callable[[str], None]
+    ) -> E2BSandbox:
+        fresh = spec.image or self._options.template
+        template = self._our_layers.template(spec.snapshot_id) if spec.snapshot_id else fresh
+        try:
+            made = await self._our_cloud.create(
+                sandbox_id, template, self._timeout(spec.lease_s or 0.0), spec.network.kind
+            )
+            # A snapshot holds its toolboxes; nothing is installed for a rollout.
+            workload = await equip(made, sandbox_id, () if spec.snapshot_id else toolboxes)
+            path = [folder for toolbox in toolboxes for folder in toolbox.path]
+            sandbox = E2BSandbox(
+                sandbox_id,
+                self._our_cloud,
+                made,
+                workload,
+                spec.network.kind,
+                path,
+                self._timeout,
+                on_lost,
+                self._release,
+            )
+            self._live[sandbox_id] = sandbox
+            await sandbox.open(spec.network)
+        except (Gone, LinkLost) as error:
+            why = f" ({error.reason})" if isinstance(error, LinkLost) else ""
+            raise Unavailable(
+                f"the sandbox was lost as it was made{why}", reason="CREATE_FAILED", retry_after_s=1.0
+            ) from None
+        except Refused as refusal:
+            raise Internal(f"the sandbox could not be made: {refusal.what}", reason="CREATE_FAILED") from refusal
+        except Denied as denied:
+            raise _not_made(denied, spec, template) from None
+        return sandbox
+
+    async def _abandon(self, sandbox_id: str, making: asyncio.Task[E2BSandbox]) -> None:
+        # Whoever asked was told how it failed; here only its end matters.
+        await asyncio.gather(making, return_exceptions=True)
+        await self._discard(sandbox_id)
+
+    async def _discard(self, sandbox_id: str) -> None:
+        """End what was begun under an id of ours."""
+        live = self._live.get(sandbox_id)
+        if live is not None:
+            await live.destroy()
+        await self._remove_made(sandbox_id)
+
+    async def _remove_made(self, sandbox_id: str) -> None:
+        """Remove whatever was made under an id of ours, and forget it."""
+
+        async def once() -> None:
+            for listed in await self._our_cloud.ours(sandbox_id):
+                await self._our_cloud.kill(listed.id)
+
+        await self._removals.remove(f"made {sandbox_id}", once)
+        self._live.pop(sandbox_id, None)
+
+    async def _release(self, sandbox: E2BSandbox) -> None:
+        await self._removals.remove(sandbox.e2b_id, functools.partial(self._our_cloud.kill, sandbox.e2b_id))
+        self._live.pop(sandbox.id, None)
+
+    def _timeout(self, lease_s: float) -> float:
+        """When E2B is to end a sandbox by itself."""
+        return min(lease_s + _MARGIN_S, self._options.max_lifetime_s)
+
+    # Layers ------------------------------------------------------------------------------------------------------
+
+    async def seal(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
+        assert isinstance(handle, E2BSandbox)
+        return await self._our_layers.seal(handle, layer_id)
+
+    async def has_layer(self, layer_id: str) -> bool:
+        return layer_id in self._our_layers
+
+    async def remove_layer(self, layer_id: str) -> None:
+        await self._our_layers.remove(layer_id)
+
+    # Sweeping ----------------------------------------------------------------------------------------------------
+
+    async def _sweep(self) -> None:
+        """Remove our sandboxes that nobody here knows, and lose those that E2B does not know any more."""
+        before = [live for live in self._live.values() if live is not None]
+        listed = await self._our_cloud.ours()
+        there = {one.id for one in listed}
+        for sandbox in before:
+            if sandbox.e2b_id not in there:
+                sandbox.lose("SANDBOX_VANISHED")
+        for one in listed:
+            if one.sandbox_id not in self._live:
+                _log.warning("removing a leftover", sandbox=one.sandbox_id)
+                await self._removals.remove(one.id, functools.partial(self._our_cloud.kill, one.id))
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            try:
+                await self._sweep()
+            except (PenstockError, Denied) as error:
+                _log.warning("looking for leftovers failed; it will be tried again", why=str(error))
+
+    # Parts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _our_cloud(self) -> Cloud:
+        assert self._cloud is not None, "an unavailable backend is never asked"
+        return self._cloud
+
+    @property
+    def _our_layers(self) -> Layers:
+        assert self._layers is not None, "an unavailable backend is never asked"
+        return self._layers
+
+
+def _start(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
+def _not_made(denied: Denied, spec: SandboxSpec, template: str) -> PenstockError:
+    if denied.status in (402, 403):
+        return FailedPrecondition(
+            f"E2B does not allow this account to do this (status {denied.status})", reason="BACKEND_UNAVAILABLE"
+        )
+    if spec.snapshot_id:
+        return FailedPrecondition("E2B does not know the snapshot any more", reason="SNAPSHOT_LOST")
+    return FailedPrecondition(
+        f"E2B makes no such sandbox of the template {template!r} (status {denied.status})",
+        reason="CAPABILITY_MISSING",
+        metadata={"backend": "e2b", "image": template},
+    )
+
+
+def _instance(state_dir: Path) -> str:
+    """What marks this service's sandboxes as its own, the same after a restart."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    file = state_dir / "instance"
+    if not file.exists():
+        partial = file.with_suffix(".partial")
+        partial.write_text(secrets.token_hex(8))
+        partial.replace(file)
+    return file.read_text()

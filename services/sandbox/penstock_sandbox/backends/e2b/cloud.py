@@ -1,0 +1,206 @@
+"""E2B's cloud as this backend uses it: the few calls of the SDK, typed, with our errors and our labels.
+
+Purpose: the only module that calls the SDK's classes, so that its fast release train is met in one place. The SDK is
+imported here and in ``errors`` only when the backend is used: it is an optional dependency (R48, R53).
+
+Invariants
+- Everything made carries ``penstock_instance`` (this service's state) and ``penstock_sandbox``; nothing without the
+  first is ever touched (R50).
+- The key is given to the SDK for the configured address only, and is in no label, log or text of an error (R8, R11).
+- Calls that may be repeated are, with backoff; E2B's Retry-After is honoured by the SDK beneath (R51).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import math
+import random
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from pydantic import SecretStr
+
+from penstock_chassis.errors import ResourceExhausted, Unavailable
+from penstock_sandbox.backends.e2b.errors import Denied, Gone, asked
+from penstock_sandbox.model import NetworkKind
+
+if TYPE_CHECKING:
+    from e2b import AsyncSandbox
+
+INSTANCE: Final = "penstock_instance"
+SANDBOX: Final = "penstock_sandbox"
+_REQUEST_TIMEOUT_S = 30.0
+_ATTEMPTS = 4
+_BACKOFF_S = 0.5
+
+T = TypeVar("T")
+
+
+def installed() -> bool:
+    """Whether the SDK is there."""
+    return importlib.util.find_spec("e2b") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where E2B is and with what key; an empty address is E2B's own cloud."""
+
+    api_key: SecretStr
+    domain: str = ""
+    api_url: str = ""
+    sandbox_url: str = ""
+
+    def options(self) -> dict[str, Any]:
+        """The SDK's connection options. Never empty strings: those would mean the environment's."""
+        given = {"domain": self.domain, "api_url": self.api_url, "sandbox_url": self.sandbox_url}
+        options: dict[str, Any] = {name: value for name, value in given.items() if value}
+        # debug is off whatever the environment says: with it creating and killing do nothing.
+        return {**options, "api_key": self.api_key.get_secret_value(), "debug": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One of our sandboxes as E2B lists it."""
+
+    id: str
+    sandbox_id: str
+
+
+class Cloud:
+    """E2B, as one instance of this service sees it."""
+
+    def __init__(self, address: Address, instance: str) -> None:
+        self._options = {**address.options(), "request_timeout": _REQUEST_TIMEOUT_S}
+        self._instance = instance
+
+    async def create(self, sandbox_id: str, template: str, timeout_s: float, network: NetworkKind) -> AsyncSandbox:
+        """Make a sandbox. Raises Denied, Unavailable, ResourceExhausted or FailedPrecondition; it may exist then.
+
+        Repeats carry the same idempotency key, so a lost answer makes no second sandbox.
+        """
+        from e2b import AsyncSandbox
+
+        async def once() -> AsyncSandbox:
+            return await AsyncSandbox.create(
+                template,
+                timeout=math.ceil(timeout_s),
+                metadata={INSTANCE: self._instance, SANDBOX: sandbox_id},
+                allow_internet_access=network is NetworkKind.OPEN,
+                # Ports, those on the sandbox's loopback included, would have public addresses otherwise.
+                network={"allow_public_traffic": False},
+                idempotency_key=sandbox_id,
+                **self._options,
+            )
+
+        return await self._repeated("create", once)
+
+    async def kill(self, e2b_id: str) -> None:
+        """End a sandbox; one that is gone is fine."""
+        from e2b import AsyncSandbox
+
+        await asked("kill", AsyncSandbox.kill(e2b_id, **self._options))
+
+    async def set_timeout(self, e2b_id: str, timeout_s: float) -> None:
+        """Have E2B end the sandbox so many seconds from now."""
+        from e2b import AsyncSandbox
+
+        await self._repeated(
+            "set_timeout", lambda: AsyncSandbox.set_timeout(e2b_id, math.ceil(timeout_s), **self._options)
+        )
+
+    async def close_network(self, e2b_id: str) -> None:
+        """Take the internet away from a sandbox."""
+        from e2b import AsyncSandbox
+
+        await self._repeated(
+            "update_network",
+            lambda: AsyncSandbox.update_network(e2b_id, {"allow_internet_access": False}, **self._options),
+        )
+
+    async def is_closed(self, e2b_id: str) -> bool:
+        """Whether E2B says that the sandbox has no internet, and not that its ports are public."""
+        from e2b import AsyncSandbox
+
+        info = await self._repeated("get_info", lambda: AsyncSandbox.get_info(e2b_id, **self._options))
+        network: Mapping[str, Any] = info.network or {}
+        denied = network.get("deny_out") or ()
+        closed = info.allow_internet_access is False or "0.0.0.0/0" in denied
+        return closed and network.get("allow_public_traffic") is not True
+
+    async def ours(self, sandbox_id: str = "") -> list[Listed]:
+        """Every sandbox of this instance, or those made as ``sandbox_id``."""
+        from e2b import AsyncSandbox, SandboxQuery
+
+        wanted = {INSTANCE: self._instance, **({SANDBOX: sandbox_id} if sandbox_id else {})}
+
+        async def once() -> list[Listed]:
+            pages = AsyncSandbox.list(query=SandboxQuery(metadata=wanted), **self._options)
+            found = []
+            while pages.has_next:
+                # Looked at again: a deployment that ignores the filter must not cost somebody else's sandboxes.
+                found += [
+                    Listed(info.sandbox_id, info.metadata.get(SANDBOX, ""))
+                    for info in await pages.next_items()
+                    if wanted.items() <= info.metadata.items()
+                ]
+            return found
+
+        return await self._repeated("list", once)
+
+    # Snapshots ---------------------------------------------------------------------------------------------------
+
+    async def create_snapshot(self, e2b_id: str, layer_id: str) -> str:
+        """Keep a sandbox's state under a name of ours; answers E2B's id. Not repeated: each call may make one."""
+        from e2b import AsyncSandbox
+
+        taking = AsyncSandbox.create_snapshot(e2b_id, name=self._name(layer_id), **self._options)
+        return (await asked("create_snapshot", taking)).snapshot_id
+
+    async def delete_snapshot(self, snapshot_id: str) -> None:
+        """Remove a snapshot; one that is gone is fine."""
+        from e2b import AsyncSandbox
+
+        await asked("delete_snapshot", AsyncSandbox.delete_snapshot(snapshot_id, **self._options))
+
+    async def our_snapshots(self, layer_id: str = "") -> list[str]:
+        """E2B's ids of every snapshot of this instance, or of those named for a layer."""
+        from e2b import AsyncSandbox
+
+        async def once() -> list[str]:
+            pages = AsyncSandbox.list_snapshots(**self._options)
+            found = []
+            while pages.has_next:
+                found += [
+                    snapshot.snapshot_id
+                    for snapshot in await pages.next_items()
+                    if any(self._is_ours(name, layer_id) for name in snapshot.names)
+                ]
+            return found
+
+        return await self._repeated("list_snapshots", once)
+
+    def _name(self, layer_id: str) -> str:
+        return f"penstock-{self._instance}-{layer_id}"
+
+    def _is_ours(self, full_name: str, layer_id: str) -> bool:
+        # E2B shows "team/name:tag".
+        name = full_name.rpartition("/")[2].partition(":")[0]
+        return name == self._name(layer_id) if layer_id else name.startswith(self._name(""))
+
+    # Repeating ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    async def _repeated(what: str, once: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        for attempt in range(_ATTEMPTS):
+            try:
+                return await asked(what, once())
+            except (Unavailable, ResourceExhausted):
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            await asyncio.sleep(_BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
+        raise AssertionError("unreachable")
+
+
+__all__ = ["INSTANCE", "SANDBOX", "Address", "Cloud", "Denied", "Gone", "Listed", "installed"]

@@ -1,0 +1,185 @@
+"""What a fresh E2B sandbox is given before it is anybody's: a working directory, the attendant, and toolboxes.
+
+Purpose: everything that needs root inside happens here, once; afterwards all goes through the attendant. What is put in
+place is root's, so that the workload, the template's own user, cannot change it.
+
+Invariants: no secret is in any command; files go by upload, never in an argument; a template that lacks what is needed
+is refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Final
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.attendant import program
+from penstock_sandbox.backends.base import MountedToolbox
+from penstock_sandbox.backends.e2b.errors import asked
+
+if TYPE_CHECKING:
+    from e2b import AsyncSandbox
+
+OURS: Final = "/opt/penstock"
+WORKDIR: Final = "/workspace"
+_FOLDER = f"{OURS}/attendant"
+_PROGRAM = f"{_FOLDER}/program.py"
+_ARCHIVE = f"{_FOLDER}/toolboxes.tar.gz"
+_QUICK_S = 60.0
+_UNPACK_S = 600.0
+_UPLOAD_S = 600.0
+_COMPRESSION = 1  # most of it is already dense, and a fast line wants a fast compressor
+# Marked, since a login shell may greet first.
+_WHO = 'printf "\\npenstock:%s:%s:%s:%s\\n" "$(id -u)" "$(id -g)" "$(id -un)" "$HOME"'
+_TOLD = re.compile(r"^penstock:(\d+):(\d+):([^:\n]*):(/.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The template's user, as whom everything runs."""
+
+    uid: int
+    gid: int
+    name: str
+    home: str
+
+
+def attach_command(sandbox_id: str) -> str:
+    """The command that joins its standard input and output with the attendant."""
+    return f"exec python3 -I {_PROGRAM} attach --socket {_socket(sandbox_id)} --armour"
+
+
+def _socket(sandbox_id: str) -> str:
+    # Named for the sandbox: a fork finds its origin's beside its own.
+    return f"{_FOLDER}/{sandbox_id}/socket"
+
+
+async def equip(sandbox: AsyncSandbox, sandbox_id: str, toolboxes: Sequence[MountedToolbox]) -> Workload:
+    """Put everything in place and start the attendant. Raises PenstockError, Gone or Denied."""
+    try:
+        # Together: their cost is E2B's distance.
+        async with asyncio.TaskGroup() as group:
+            who = group.create_task(_who(sandbox))
+            group.create_task(_upload_program(sandbox))
+            group.create_task(_upload_toolboxes(sandbox, toolboxes))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    workload = who.result()
+    lines = [
+        "set -e",
+        f"mkdir -p {WORKDIR} && chown {workload.uid}:{workload.gid} {WORKDIR}",
+        f"chown -R 0:0 {OURS} && chmod 755 {OURS} {_FOLDER}",
+    ]
+    if toolboxes:
+        lines.append(f"tar -xzf {_ARCHIVE} -C / --no-same-owner && rm -f {_ARCHIVE}")
+    serve = f"python3 -I {_PROGRAM} serve --socket {_socket(sandbox_id)} --user {workload.uid}:{workload.gid}"
+    lines.append(f"exec {serve} --home {shlex.quote(workload.home)} --workdir {WORKDIR} --confine")
+    code, _ = await run(sandbox, "\n".join(lines), _UNPACK_S if toolboxes else _QUICK_S, user="root")
+    if code != 0:
+        raise FailedPrecondition(
+            f"sandboxes are served by a program that needs Python 3.8 or newer as python3 in the template; it did not"
+            f" start there (exit code {code})",
+            reason="TEMPLATE_UNSUITABLE",
+        )
+    return workload
+
+
+async def end_workload(sandbox: AsyncSandbox, sandbox_id: str) -> int:
+    """End the attendant and with it all that it started, and write all to disk; answers the bytes in use there.
+
+    Raises FailedPrecondition (SEAL_FAILED), PenstockError, Gone or Denied.
+    """
+    text = f"exec python3 -I -c {shlex.quote(_END)} {_socket(sandbox_id)}"
+    code, out = await run(sandbox, text, _QUICK_S, user="root")
+    for line in out.splitlines():
+        if code == 0 and line.startswith("penstock:"):
+            return int(line.removeprefix("penstock:"))
+    raise FailedPrecondition(f"the sandbox's processes could not be ended (exit code {code})", reason="SEAL_FAILED")
+
+
+# Only the attendant is killed: each keeper then kills its tree, which none could once the keepers are dead.
+_END = """
+import os, signal, sys, time
+
+def serving():
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open("/proc/%s/cmdline" % name, "rb") as file:
+                arguments = file.read().split(b"\\0")
+            with open("/proc/%s/stat" % name, "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(name) != os.getpid() and sys.argv[1].encode() in arguments and state != b"Z":
+            found[int(name)] = int(parent)
+    return found
+
+deadline = time.monotonic() + 20
+found = serving()
+for pid, parent in found.items():
+    if parent not in found:
+        os.kill(pid, signal.SIGKILL)
+while serving():
+    if time.monotonic() > deadline:
+        sys.exit(1)
+    time.sleep(0.01)
+os.sync()
+disk = os.statvfs("/")
+print("\\npenstock:%d" % ((disk.f_blocks - disk.f_bfree) * disk.f_frsize))
+"""
+
+
+async def _upload_toolboxes(sandbox: AsyncSandbox, toolboxes: Sequence[MountedToolbox]) -> None:
+    """Put toolboxes and the runtimes that they need where they belong, as root's."""
+    if not toolboxes:
+        return
+    with tempfile.TemporaryFile() as archive:
+        await asyncio.to_thread(_pack, toolboxes, archive)
+        await asked("upload", sandbox.files.write(_ARCHIVE, archive, user="root", request_timeout=_UPLOAD_S))
+
+
+def _pack(toolboxes: Sequence[MountedToolbox], archive: IO[bytes]) -> None:
+    def as_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = 0
+        member.uname = member.gname = "root"
+        return member
+
+    folders = {toolbox.mount_path: toolbox.source for toolbox in toolboxes}
+    for toolbox in toolboxes:
+        folders |= toolbox.runtimes
+    with tarfile.open(fileobj=archive, mode="w:gz", compresslevel=_COMPRESSION) as tar:
+        for target, source in folders.items():
+            tar.add(source, target.lstrip("/"), filter=as_root)
+    archive.seek(0)
+
+
+async def _upload_program(sandbox: AsyncSandbox) -> None:
+    await asked("upload", sandbox.files.write(_PROGRAM, program.text(), user="root"))
+
+
+async def _who(sandbox: AsyncSandbox) -> Workload:
+    code, out = await run(sandbox, _WHO, _QUICK_S)
+    found = _TOLD.search(out)
+    if code != 0 or found is None:
+        raise FailedPrecondition(
+            f"the template's user could not be found out (exit code {code})", reason="TEMPLATE_UNSUITABLE"
+        )
+    return Workload(int(found[1]), int(found[2]), found[3], found[4])
+
+
+async def run(sandbox: AsyncSandbox, text: str, timeout_s: float, user: str | None = None) -> tuple[int, str]:
+    """Run a small command; its exit code and its output."""
+    from e2b import CommandExitException
+
+    try:
+        result = await asked("run", sandbox.commands.run(text, user=user, timeout=timeout_s))
+    except CommandExitException as ended:
+        return ended.exit_code, ended.stdout
+    return result.exit_code, result.stdout

@@ -1,0 +1,328 @@
+"""What is E2B's own in its backend: what is asked of it, who may change what inside, and what is refused before.
+
+Everything goes through the unmodified SDK to the stand-in (`tests/support/e2b_cloud`), whose sandboxes are real.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
+from pydantic import SecretStr
+from structlog.testing import capture_logs
+from tests.conformance.sandbox.conftest import Box, command, failure, one_endpoint
+from tests.conformance.sandbox.services import Running, start
+from tests.conformance.sandbox.test_network import TALK, upstream
+from tests.conformance.sandbox.test_sandboxes import fork, prepare
+from tests.conformance.sandbox.test_toolboxes import prepare as prepare_toolbox
+from tests.conformance.sandbox.test_toolboxes import script
+from tests.support.e2b_cloud.running import StandIn, stand_in
+from tests.support.waiting import eventually_async
+
+from penstock.sandbox.v1 import sandbox_pb2 as sb
+from penstock.sandbox.v1 import sandbox_service_pb2 as ss
+from penstock.sandbox.v1 import toolbox_service_pb2 as tb
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
+from penstock_sandbox.backends.e2b.backend import E2BBackend, E2BOptions
+from penstock_sandbox.backends.e2b.cloud import Address
+from penstock_sandbox.model import NetworkKind, SandboxSpec
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+World = tuple[StandIn, Running]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def world() -> AsyncIterator[World]:
+    """A stand-in and a service on it, which offers open networks too."""
+    async with stand_in() as cloud, start("e2b", allow_open_network="true") as service:
+        yield cloud, service
+
+
+@asynccontextmanager
+async def box_of(service: Running, **spec: Any) -> AsyncIterator[Box]:
+    """A sandbox, deleted at the end."""
+    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
+    box = Box(service, (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox)
+    try:
+        yield box
+    finally:
+        await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=box.id), timeout=60)
+
+
+async def shown(cloud: StandIn, box: Box) -> dict[str, Any]:
+    """A sandbox as E2B shows it."""
+    (found,) = [one for one in await cloud.sandboxes() if one["metadata"]["penstock_sandbox"] == box.id]
+    return found
+
+
+# What is asked of E2B ------------------------------------------------------------------------------------------------
+
+
+async def test_a_sandbox_is_asked_for_once_labelled_closed_and_with_a_deadline(world: World) -> None:
+    """R50, R51, R1: the label that says whose it is, a key that makes repeats one, no public port, no secret."""
+    cloud, service = world
+    async with box_of(service, lease=Duration(seconds=300), env={"SECRET": "sk-test '$(leak)"}) as box:
+        asked = [one for one in await cloud.requests("POST /v2/sandboxes") if box.id in str(one)]
+        assert len(asked) == 1
+        body = asked[0]["body"]
+        assert asked[0]["headers"]["Idempotency-Key".lower()] == box.id
+        assert set(body["metadata"]) == {"penstock_instance", "penstock_sandbox"}
+        assert body["allow_internet_access"] is False
+        assert body["network"] == {"allowPublicTraffic": False}
+        assert body["timeout"] == 360
+        assert "sk-test" not in str(body) and cloud.api_key not in str(body)
+    assert box.id not in str(await cloud.sandboxes())
+
+
+async def test_a_renewed_lease_moves_e2bs_own_deadline(world: World) -> None:
+    """R50, R61"""
+    cloud, service = world
+    async with box_of(service, lease=Duration(seconds=300)) as box:
+        renew = ss.RenewLeaseRequest(sandbox_id=box.id, lease=Duration(seconds=1200))
+        await service.sandboxes.RenewLease(renew, timeout=30)
+        e2b_id = (await shown(cloud, box))["sandboxID"]
+        (moved,) = await cloud.requests(f"POST /sandboxes/{e2b_id}/timeout")
+        assert moved["body"] == {"timeout": 1260}
+
+
+async def test_a_lease_that_e2b_does_not_extend_is_told_and_stays_as_it_was(world: World) -> None:
+    """R63: every accepted option takes effect or is refused."""
+    cloud, service = world
+    async with box_of(service, lease=Duration(seconds=300)) as box:
+        e2b_id = (await shown(cloud, box))["sandboxID"]
+        await cloud.fail(f"POST /sandboxes/{e2b_id}/timeout", status=400, body='{"code":400,"message":"no"}')
+        renew = ss.RenewLeaseRequest(sandbox_id=box.id, lease=Duration(seconds=1200))
+        error = await failure(service.sandboxes.RenewLease(renew, timeout=30))
+        assert isinstance(error, FailedPrecondition) and error.reason == "LEASE_REFUSED"
+        got = await service.sandboxes.GetSandbox(ss.GetSandboxRequest(sandbox_id=box.id), timeout=30)
+        assert got.sandbox.expire_time == box.sandbox.expire_time
+
+
+async def test_an_open_network_is_closed_at_e2b_when_its_policy_narrows_and_the_endpoint_opens(world: World) -> None:
+    """R14, R54"""
+    cloud, service = world
+    async with upstream() as address, box_of(service, network=sb.NetworkPolicy(open=sb.OpenNetwork())) as box:
+        before = await shown(cloud, box)
+        assert before["allowInternetAccess"] is True and before["network"]["allowPublicTraffic"] is False
+        narrow = ss.SetNetworkPolicyRequest(sandbox_id=box.id, network=one_endpoint(address))
+        await service.sandboxes.SetNetworkPolicy(narrow, timeout=30)
+        after = await shown(cloud, box)
+        assert after["allowInternetAccess"] is False and after["network"]["allowPublicTraffic"] is False
+        assert (await box.run(shell=TALK, stdin=b"hello")).stdout == b"echo:hello"
+
+
+async def test_toolboxes_go_into_the_prepared_state_once_and_no_fork_is_sent_any(world: World) -> None:
+    """R52: a rollout never installs anything."""
+    cloud, service = world
+    name = f"box-{secrets.token_hex(4)}"
+    made = await prepare_toolbox(service, tb.ToolboxSpec(name=name, files=[script("#!/bin/sh\necho mine")]))
+    before = len(await _uploads(cloud))
+    spec = sb.SandboxSpec(toolbox_ids=[made.toolbox_id])
+    _, snapshot = await prepare(service, sandbox=spec, setup=[command(shell=f"tool; echo {name}")])
+    boxes = await fork(service, snapshot.snapshot_id, 3)
+    for box in boxes:
+        assert await box.out("tool; command -v tool") == f"mine\n{made.mount_path}/bin/tool"
+        assert (await box.run(shell=f"echo worse > {made.mount_path}/bin/tool")).exit.code != 0
+        await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=box.id), timeout=30)
+    assert len(await _uploads(cloud)) == before + 1
+    (kept,) = [one for one in await cloud.snapshots() if snapshot.snapshot_id in str(one)]
+    await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id), timeout=30)
+    assert kept not in await cloud.snapshots()
+
+
+async def _uploads(cloud: StandIn) -> list[dict[str, Any]]:
+    return [one for one in await cloud.requests("POST /files") if "toolboxes" in one["query"].get("path", "")]
+
+
+async def test_what_setup_left_running_is_ended_before_the_snapshot_is_taken(world: World) -> None:
+    """R60, R76: a fork holds files, and nothing of another sandbox's processes."""
+    _, service = world
+    # It writes for as long as it lives; a copy that was taken meanwhile may hold half a line.
+    loop = f"while :; do echo {secrets.token_hex(4)} >> ~/log; done"
+    setup = command(shell=f"setsid bash -c '{loop}' >/dev/null 2>&1 & until test -s ~/log; do :; done")
+    _, snapshot = await prepare(service, setup=[setup])
+    (box,) = await fork(service, snapshot.snapshot_id, 1)
+    size = await box.out("stat -c %s ~/log")
+    assert int(size) > 0 and int(size) % 9 == 0
+    assert await box.out("stat -c %s ~/log") == size
+    await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=box.id), timeout=30)
+
+
+# Who may do what inside ----------------------------------------------------------------------------------------------
+
+
+async def test_the_workload_can_neither_end_nor_read_nor_change_what_serves_it(world: World) -> None:
+    """R14, R72"""
+    _, service = world
+    async with box_of(service) as box:
+        assert await box.out("id -un") == "user"
+        assert await box.out("grep NoNewPrivs /proc/self/status") == "NoNewPrivs:\t1"
+        find = "for p in /proc/[0-9]*; do grep -qa attendant/program.py $p/cmdline && echo ${p#/proc/}; done"
+        serving = (await box.out(find)).split()
+        assert serving
+        for pid in serving:
+            for attempt in (f"kill -9 {pid}", f"cat /proc/{pid}/environ", f"ls /proc/{pid}/fd", f": > /proc/{pid}/mem"):
+                assert (await box.run(shell=attempt)).exit.code != 0, attempt
+        for path in ("/opt/penstock/attendant/program.py", "/opt/penstock/attendant/x", "/opt/penstock/x"):
+            assert (await box.run(shell=f": >> {path}")).exit.code != 0, path
+        assert (await box.run(shell="ls /opt/penstock/attendant/*/")).exit.code != 0
+        assert await box.out("echo still served") == "still served"
+
+
+async def test_nothing_of_the_services_environment_is_inside(world: World) -> None:
+    """R12, R1: not in the environment of any process, nor in any argument."""
+    cloud, service = world
+    async with box_of(service) as box:
+        seen = await box.out("env; cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        assert cloud.api_key not in seen and "PENSTOCK" not in seen and "sk-host-secret" not in seen
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"user": "root"},
+        {"user": "somebody"},
+        {"resources": sb.Resources(cpu=1)},
+        {"resources": sb.Resources(memory_bytes=1 << 30)},
+        {"resources": sb.Resources(pids=100)},
+        {"resources": sb.Resources(disk_bytes=1 << 30)},
+        {"network": sb.NetworkPolicy(allowlist=sb.Allowlist(hosts=["example.com"]))},
+    ],
+    ids=str,
+)
+async def test_what_e2b_does_not_offer_is_refused_before_anything_is_asked_of_it(
+    world: World, spec: dict[str, Any]
+) -> None:
+    """R55, R46"""
+    cloud, service = world
+    before = len(await cloud.requests("POST /v2/sandboxes"))
+    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
+    error = await failure(service.sandboxes.CreateSandbox(request, timeout=30))
+    assert isinstance(error, FailedPrecondition) and error.reason == "CAPABILITY_MISSING"
+    assert len(await cloud.requests("POST /v2/sandboxes")) == before
+
+
+async def test_a_lease_that_the_account_cannot_have_is_refused_by_field() -> None:
+    """R64, R61"""
+    async with stand_in(), start("e2b", e2b_max_lifetime_s="3600") as service:
+        request = ss.CreateSandboxRequest(request_id="long", spec=sb.SandboxSpec(lease=Duration(seconds=3601)))
+        error = await failure(service.sandboxes.CreateSandbox(request, timeout=30))
+        assert isinstance(error, InvalidArgument) and error.violations[0].field == "spec.lease"
+        async with box_of(service, lease=Duration(seconds=3600)) as box:
+            assert (await box.run("true")).exit.code == 0
+
+
+@pytest.mark.parametrize("behaviour", ["refuse_network", "ignore_network"])
+async def test_a_deployment_that_closes_no_sandbox_offers_none_that_are_closed(behaviour: str, tmp_path: Path) -> None:
+    """R55: refused, or taken and not fulfilled, it is no claim; it fails closed."""
+    async with stand_in() as cloud:
+        await cloud.behave(**{behaviour: True})
+        async with _backend(cloud, tmp_path / "closed") as backend:
+            assert not backend.available and "network" in backend.unavailable_reason + " network"
+            with pytest.raises(FailedPrecondition) as refusal:
+                backend.refuse_unsupported(SandboxSpec())
+            assert refusal.value.reason == "BACKEND_UNAVAILABLE"
+        assert await cloud.sandboxes() == []
+        await cloud.behave(refuse_network=False)
+        async with _backend(cloud, tmp_path / "open", allow_open_network=True) as backend:
+            wanted = {NetworkKind.OPEN} if behaviour == "ignore_network" else set(NetworkKind) - {NetworkKind.ALLOWLIST}
+            assert backend.capabilities.networks == wanted
+        assert await cloud.sandboxes() == []
+
+
+@asynccontextmanager
+async def _backend(cloud: StandIn, state: Path, key: str = "", **more: Any) -> AsyncIterator[E2BBackend]:
+    address = Address(SecretStr(key or cloud.api_key), api_url=cloud.address, sandbox_url=cloud.address)
+    backend = E2BBackend(E2BOptions(state, address, **more))
+    await backend.open()
+    try:
+        yield backend
+    finally:
+        await backend.aclose()
+
+
+async def test_without_the_sdk_or_a_key_it_says_what_to_install_or_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R48"""
+    keyless = E2BBackend(E2BOptions(tmp_path, None))
+    await keyless.open()
+    assert "E2B_API_KEY" in keyless.unavailable_reason
+    monkeypatch.setitem(sys.modules, "e2b", None)
+    without = E2BBackend(E2BOptions(tmp_path, Address(SecretStr("e2b_key"))))
+    await without.open()
+    assert "pip install 'penstock-sandbox[e2b]'" in without.unavailable_reason
+    for backend in (keyless, without):
+        with pytest.raises(FailedPrecondition):
+            backend.refuse_unsupported(SandboxSpec())
+        await backend.aclose()
+
+
+async def test_a_key_that_e2b_does_not_know_is_told_without_telling_the_key(tmp_path: Path) -> None:
+    """R8, R27"""
+    key = "e2b_wrong" + secrets.token_hex(8)
+    async with stand_in() as cloud:
+        with capture_logs() as logs:
+            async with _backend(cloud, tmp_path, key) as backend:
+                assert "API key" in backend.unavailable_reason and key not in backend.unavailable_reason
+        assert key not in str(logs)
+
+
+async def test_no_error_repeats_what_a_proxys_page_repeated(tmp_path: Path) -> None:
+    """R8: a page that shows the request's headers shows the key."""
+    async with stand_in() as cloud:
+        with capture_logs() as logs:
+            async with _backend(cloud, tmp_path) as backend:
+                page = f"<html>X-API-KEY: {cloud.api_key}</html>"
+                for status in (400, 403, 409, 429, 500, 502, 503):
+                    await cloud.fail(
+                        "POST /v2/sandboxes", 20, status=status, body=page, headers={"Should-Retry": "false"}
+                    )
+                    with pytest.raises(PenstockError) as raised:
+                        await backend.create(f"sb-{status}", SandboxSpec(lease_s=60.0), (), lambda _: None)
+                    told = raised.value
+                    assert cloud.api_key not in f"{told!r} {told.metadata} {told.__cause__!r}", status
+        assert cloud.api_key not in str(logs)
+        assert await cloud.sandboxes() == []
+
+
+async def test_snapshots_of_a_service_that_stopped_do_not_stay(tmp_path: Path) -> None:
+    """R50"""
+    async with stand_in() as cloud:
+        async with _backend(cloud, tmp_path) as backend:
+            handle = await backend.create("sb-1", SandboxSpec(lease_s=60.0), (), lambda _: None)
+            sealed = await backend.seal(handle, "ss-1")
+            assert sealed.size > 0 and await backend.has_layer("ss-1")
+            assert len(await cloud.snapshots()) == 1
+        assert await cloud.snapshots() == [] and await cloud.sandboxes() == []
+
+
+async def test_a_creation_that_is_given_up_leaves_nothing_at_e2b(world: World) -> None:
+    """R49: the request cannot be taken back, so what it makes is removed."""
+    cloud, service = world
+    before = {one["sandboxID"] for one in await cloud.sandboxes()}
+    asked = len(await cloud.requests("POST /v2/sandboxes"))
+    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec())
+    call = service.sandboxes.CreateSandbox(request)
+
+    async def begun() -> bool:
+        return len(await cloud.requests("POST /v2/sandboxes")) > asked
+
+    await eventually_async(begun, "the creation reaches E2B")
+    call.cancel()
+
+    async def gone() -> bool:
+        return {one["sandboxID"] for one in await cloud.sandboxes()} <= before
+
+    await eventually_async(gone, "what was made is removed")
