@@ -38,6 +38,8 @@ from penstock_sandbox.model import Resources, Stats
 
 _LONGEST_SOCKET = 100
 _START_S = 30.0
+_EXECUTED_TRIES = 2000
+_EXECUTED_PAUSE_S = 0.005
 _PROGRAM = f"{OURS}/attendant"
 _FILTER = f"{OURS}/filter"
 _SOCKET = "/run/attendant/socket"
@@ -126,9 +128,7 @@ class Direct(Reach):
         folder = self._folder / started.sandbox_id
         try:
             group, joins = await asyncio.to_thread(cgroups.of_container, started.pid, started.id)
-            first = Path(f"/proc/{started.pid}/cmdline").read_bytes()
-            if first != hold.PATH.encode() + b"\0":
-                raise ProcessLookupError(f"process {started.pid} is not the container's")
+            await _holds(started.pid)
             folder.mkdir(mode=0o700)
         except OSError as error:
             raise Unavailable(f"the container cannot be entered: {error}", reason="CREATE_FAILED") from error
@@ -166,6 +166,18 @@ class _Entered(Reached):
 
     async def close(self) -> None:
         await asyncio.to_thread(shutil.rmtree, self._folder, True)
+
+
+async def _holds(pid: int) -> None:
+    """Wait until a process is the first one that every container has. Raises OSError when it does not become that.
+
+    The daemon answers as soon as it lets the process go on, a moment before that executes the program.
+    """
+    for _ in range(_EXECUTED_TRIES):
+        if Path(f"/proc/{pid}/cmdline").read_bytes() == hold.PATH.encode() + b"\0":
+            return
+        await asyncio.sleep(_EXECUTED_PAUSE_S)
+    raise ProcessLookupError(f"process {pid} is not the container's")
 
 
 async def _run_attendant(argv: list[str]) -> None:
