@@ -196,6 +196,9 @@ def _raise_limits() -> None:
 
 def _enter(given: argparse.Namespace, null: int) -> system.Workload:
     groups = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in given.cgroup]
+    # Before anything is entered: what is started stays in this process's group, unless it is given one to join, whose
+    # kills the service then counts itself.
+    oom_counter = None if groups else system.open_oom_counter()
     seccomp = b""
     if given.seccomp:
         with open(given.seccomp, "rb") as file:
@@ -219,7 +222,7 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
         if given.enter is not None:
             system.drop_bounding_set()
             system.shed_privileges()
-    return system.Workload(ids, outer if root else None, namespace, groups, confined, seccomp, null, life)
+    return system.Workload(ids, outer if root else None, namespace, groups, confined, seccomp, null, life, oom_counter)
 
 
 def _has_terminals() -> bool:

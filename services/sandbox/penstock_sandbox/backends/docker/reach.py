@@ -46,6 +46,10 @@ _SOCKET = "/run/attendant/socket"
 
 SIDECAR_SUFFIX = "-sidecar"
 
+ROOT_MODE = 0o1777
+"""A sandbox's root directory, where it may be written: as under /tmp, its user may add to it and not replace what is
+there. No image keeps it: the daemon's layers leave the root directory out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -58,6 +62,7 @@ class Started:
     image: ReadyImage
     workdir: str
     resources: Resources
+    writable: bool
 
     @property
     def user(self) -> str:
@@ -129,6 +134,8 @@ class Direct(Reach):
         try:
             group, joins = await asyncio.to_thread(cgroups.of_container, started.pid, started.id)
             await _holds(started.pid)
+            if started.writable:
+                os.chmod(f"/proc/{started.pid}/root/.", ROOT_MODE)
             folder.mkdir(mode=0o700)
         except OSError as error:
             raise Unavailable(f"the container cannot be entered: {error}", reason="CREATE_FAILED") from error
@@ -236,7 +243,9 @@ class Sidecar(Reach):
 
     async def reach(self, started: Started) -> Reached:
         name = started.name + SIDECAR_SUFFIX
-        serve = f"python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --user {started.user} --seccomp {_FILTER}"
+        # Through the container's first process: the sidecar has a root of its own.
+        opened = f"chmod {ROOT_MODE:o} /proc/1/root/. && " if started.writable else ""
+        serve = f"{opened}python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --user {started.user} --seccomp {_FILTER}"
         serve += f" --home {started.image.account.home} --workdir {started.workdir}"
         # The shell only so that the container lives on as its own first process: no text of a caller's is in it.
         argv = ["/bin/sh", "-c", f"{serve} && exec {hold.PATH}"]
