@@ -280,5 +280,3 @@ def _tell(control: socket.socket, message: frames.Message) -> None:
 
 def _write(told: int, message: frames.Message) -> None:
     os.write(told, frames.pack_message(message)[:_STARTED_LIMIT])
-
-

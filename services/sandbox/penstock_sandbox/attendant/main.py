@@ -212,9 +212,7 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
         confined = True
         life = system.Life(given.enter)
         if root and given.user is not None:
-            outer = tuple(
-                system.outside(given.enter, kind, number) for kind, number in zip(("uid", "gid"), given.user)
-            )
+            outer = tuple(system.outside(given.enter, kind, number) for kind, number in zip(("uid", "gid"), given.user))
         namespace = system.enter(given.enter, root)
     if not root:
         # It entered its own sandbox, where it has one user and, until here, every capability.
@@ -298,5 +296,3 @@ def _leave_with_reader() -> None:
     poll.register(1, 0)
     poll.poll()
     os._exit(0)
-
-

@@ -145,9 +145,7 @@ class Attendant:
 
     def _start(self, request: frames.Message, reply: Reply) -> None:
         number = request["process"]
-        process = Process(
-            self._loop, self._link.say, self._link.room, self._streams, self._workload, number
-        )
+        process = Process(self._loop, self._link.say, self._link.room, self._streams, self._workload, number)
         process.start(request, reply)
         self._processes[number] = process
 

@@ -145,9 +145,7 @@ class AttendedSandbox(SandboxHandle):
         stdin: bool,
         pty: PtySize | None,
     ) -> ProcessHandle:
-        process = AttendedProcess(
-            self._link, sink, self._forget, self._oom_kills, stdin=stdin, pty=pty is not None
-        )
+        process = AttendedProcess(self._link, sink, self._forget, self._oom_kills, stdin=stdin, pty=pty is not None)
         self._processes[process.number] = process
         try:
             await self._link.request(
