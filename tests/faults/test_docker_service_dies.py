@@ -31,8 +31,8 @@ async def variant(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     assert engine.remains() == []
 
 
-async def _create(service: Running, **spec: object) -> Box:
-    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
+async def _create(service: Running) -> Box:
+    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec())
     return Box(service, (await service.sandboxes.CreateSandbox(request, timeout=120)).sandbox)
 
 
@@ -52,6 +52,19 @@ async def _until(holds: Callable[[], bool], what: Callable[[], object]) -> None:
     raise AssertionError(what())
 
 
+def _attendants(folder: str) -> list[str]:
+    """Processes of this machine that serve sandboxes of a dead service, which had its state in `folder`."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            arguments = (process / "cmdline").read_bytes() if process.name.isdigit() else b""
+        except OSError:
+            continue
+        if folder.encode() in arguments and b"serve" in arguments.split(b"\0"):
+            found.append(process.name)
+    return found
+
+
 async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(variant: str) -> None:
     """R50, R49"""
     engine = dockerd.engine()
@@ -66,6 +79,8 @@ async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(vari
             await asyncio.gather(*burst, return_exceptions=True)
         assert engine.remains() != []
         async with start_on(Path(folder), variant) as service:
+            # The attendants of the dead service end with their containers.
+            await _until(lambda: _attendants(folder) == [], lambda: _attendants(folder))
             # What the daemon was still told by the dead service comes to light only when it has done it.
             await _until(lambda: engine.remains() == [], engine.remains)
             assert await (await _create(service)).out("echo works") == "works"
