@@ -20,7 +20,7 @@ import platform
 import signal
 import socket
 import sys
-from typing import List, NoReturn, Optional, Tuple
+from typing import Any, List, NoReturn, Optional, Tuple
 
 from penstock_sandbox.attendant import connections, frames, system
 
@@ -151,7 +151,7 @@ def _listen(path: str) -> Optional[socket.socket]:
 
 
 def _daemon(
-    given: argparse.Namespace, listener: socket.socket, log: int, tell: int, folder: str, kind: type
+    given: argparse.Namespace, listener: socket.socket, log: int, tell: int, folder: str, kind: Any
 ) -> NoReturn:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import array
 import errno
 import fcntl
+import functools
 import os
 import signal
 import socket
@@ -136,7 +137,7 @@ class Process:
         if request.get("stdin"):
             self._sink = self._sink_of(ours[0], request["stdin"], close=True)
         for descriptor, name in zip(ours[-2:], ("stdout", "stderr")):
-            self._sources.append(self._source(descriptor, request[name], lambda held=descriptor: self._close(held)))
+            self._sources.append(self._source(descriptor, request[name], functools.partial(self._close, descriptor)))
 
     def _source(self, descriptor: int, stream: int, on_end: Callable[[], None]) -> Source:
         def ended() -> None:

@@ -2,8 +2,8 @@
 
 Invariants
 - Requests are done in the order in which they were said; each is answered once, some of them later.
-- A request that cannot be done is refused with the kernel's number; a defect is written to the log and refused with EIO:
-  neither ends the attendant.
+- A request that cannot be done is refused with the kernel's number; a defect is written to the log and refused with
+  EIO: neither ends the attendant.
 - A service that was not there before (another session) finds a clean table: what ran for the one before is killed.
 """
 

@@ -22,7 +22,7 @@ _END_OF_TYPING = b"\x04"
 
 
 class AttendedProcess(ProcessHandle):
-    """One process. ``oom_kills`` counts the kernel's kills for memory, where the backend can; else the attendant does."""
+    """One process. ``oom_kills`` counts kills for memory, where the backend can; else the attendant does."""
 
     def __init__(
         self,
