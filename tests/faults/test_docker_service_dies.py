@@ -52,16 +52,16 @@ async def _until(holds: Callable[[], bool], what: Callable[[], object]) -> None:
     raise AssertionError(what())
 
 
-def _attendants(folder: str) -> list[str]:
-    """Processes of this machine that serve sandboxes of a dead service, which had its state in `folder`."""
-    found = []
+def _attendants(folder: str) -> set[str]:
+    """Processes of this machine that serve sandboxes for the service whose state is in `folder`."""
+    found = set()
     for process in Path("/proc").iterdir():
         try:
             arguments = (process / "cmdline").read_bytes() if process.name.isdigit() else b""
         except OSError:
             continue
-        if folder.encode() in arguments and b"serve" in arguments.split(b"\0"):
-            found.append(process.name)
+        if folder.encode() in arguments and b"attendant.py" in arguments:
+            found.add(process.name)
     return found
 
 
@@ -75,12 +75,13 @@ async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(vari
             await first.start("p", "sleep", "4905")
             burst = [asyncio.ensure_future(_create(service)) for _ in range(50)]
             await burst[0]
+            attendants = _attendants(folder)
             service.process.send_signal(signal.SIGKILL)
             await asyncio.gather(*burst, return_exceptions=True)
         assert engine.remains() != []
         async with start_on(Path(folder), variant) as service:
             # The attendants of the dead service end with their containers.
-            await _until(lambda: _attendants(folder) == [], lambda: _attendants(folder))
+            await _until(lambda: not attendants & _attendants(folder), lambda: attendants & _attendants(folder))
             # What the daemon was still told by the dead service comes to light only when it has done it.
             await _until(lambda: engine.remains() == [], engine.remains)
             assert await (await _create(service)).out("echo works") == "works"

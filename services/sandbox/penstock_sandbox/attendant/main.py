@@ -1,4 +1,4 @@
-"""The command line of the attendant: ``serve``, ``attach`` and ``put``.
+"""The command line of the attendant: ``serve``, ``attach`` and ``put``; and ``nursery``, which serves many.
 
 Purpose: ``serve`` enters a sandbox where it is not in one already, and becomes a daemon that outlives whoever started
 it; the other two join their standard input and output with its socket, so that any way to run a program in the
@@ -51,10 +51,13 @@ def main(arguments: Optional[List[str]] = None) -> int:
     serve.add_argument("--confine", action="store_true", help="the workload may gain no privilege (implied by --enter)")
     serve.add_argument("--home", default="", help="told in the greeting")
     serve.add_argument("--workdir", default="", help="told in the greeting")
+    commands.add_parser("nursery", help="serve whatever standard input orders, each in a process of its own")
     given = parser.parse_args(arguments)
     try:
         if given.command == "serve":
             return _serve(given)
+        if given.command == "nursery":
+            return _nursery()
         if given.command == "put":
             return _put(given)
         return _attach(given)
@@ -69,6 +72,14 @@ def main(arguments: Optional[List[str]] = None) -> int:
 def _ids(text: str) -> Tuple[int, int]:
     uid, _, gid = text.partition(":")
     return int(uid), int(gid or uid)
+
+
+def _nursery() -> int:
+    import resource  # noqa: F401 - what the children need is imported here
+
+    from penstock_sandbox.attendant import keeper, nursery, server  # noqa: F401
+
+    return nursery.tend(lambda arguments: main(["serve", *arguments]))
 
 
 # Serving -------------------------------------------------------------------------------------------------------------

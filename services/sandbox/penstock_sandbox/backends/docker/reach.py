@@ -31,6 +31,7 @@ from penstock_sandbox.backends.attended.pipe import Opener, Pipe, SandboxGone, u
 from penstock_sandbox.backends.docker import cgroups, confinement, container, hold
 from penstock_sandbox.backends.docker.daemon import Daemon, Missing, Refused
 from penstock_sandbox.backends.docker.images import OURS, Images, ReadyImage
+from penstock_sandbox.backends.docker.nursery import Nursery
 from penstock_sandbox.backends.docker.reaper import SANDBOX, Owner, Reaper
 from penstock_sandbox.backends.docker.wire import CommandPipes, Wire
 from penstock_sandbox.backends.local.cgroups import Group
@@ -114,7 +115,7 @@ class Direct(Reach):
     def __init__(self, state_dir: Path) -> None:
         self._wanted = state_dir / "attendants"
         self._folder = self._wanted
-        self._program = self._wanted
+        self._nursery = Nursery(self._wanted)
         self._filters: dict[str, Path] = {}
 
     async def open(self) -> None:
@@ -125,9 +126,10 @@ class Direct(Reach):
         if len(str(self._wanted)) > _LONGEST_SOCKET - 48:
             self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._program = await asyncio.to_thread(launch.write_program, self._folder)
+        self._nursery = Nursery(await asyncio.to_thread(launch.write_program, self._folder))
 
     async def aclose(self) -> None:
+        await self._nursery.aclose()
         await asyncio.to_thread(shutil.rmtree, self._folder, True)
 
     async def reach(self, started: Started) -> Reached:
@@ -142,18 +144,11 @@ class Direct(Reach):
             raise Unavailable(f"the container cannot be entered: {error}", reason="CREATE_FAILED") from error
         try:
             socket = folder / "socket"
-            account = started.image.account
-            await launch.serve(
-                self._program,
-                socket,
-                enter=started.pid,
-                user=(account.uid, account.gid),
-                cgroups=joins,
-                seccomp=self._filter(started.image.architecture),
-            )
-        except launch.AttendantFailed as error:
-            await asyncio.to_thread(shutil.rmtree, folder, True)
-            raise Internal(f"the sandbox could not be entered: {error}", reason="CREATE_FAILED") from error
+            arguments = ["--socket", str(socket), "--enter", str(started.pid), "--user", started.user]
+            arguments += ["--seccomp", str(self._filter(started.image.architecture))]
+            for join in joins:
+                arguments += ["--cgroup", join]
+            await self._nursery.serve(arguments)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, folder, True)
             raise
