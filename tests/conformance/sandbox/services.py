@@ -22,6 +22,7 @@ from pathlib import Path
 import grpc
 from tests.support.hf_jobs.client import hf_jobs
 from tests.support.e2b_cloud import running as e2b_cloud
+from tests.support import dockerd
 
 from penstock.sandbox.v1 import (
     file_service_pb2_grpc,
@@ -83,6 +84,9 @@ SERVICES: Mapping[str, Variant] = {
     ),
     # The unmodified SDK against a stand-in of E2B's cloud, or E2B itself (see tests/support/e2b_cloud/running.py).
     "e2b": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "e2b"}, surroundings=e2b_cloud.beside),
+    # A real engine, entered by the service, and by a container beside each sandbox.
+    "docker": Variant(dockerd.settings("direct"), surroundings=dockerd.running),
+    "docker-sidecar": Variant(dockerd.settings("sidecar"), surroundings=dockerd.running),
 }
 
 

@@ -1,4 +1,4 @@
-"""The command line of the attendant: ``serve``, ``attach`` and ``put``.
+"""The command line of the attendant: ``serve``, ``attach`` and ``put``; and ``nursery``, which serves many.
 
 Purpose: ``serve`` enters a sandbox where it is not in one already, and becomes a daemon that outlives whoever started
 it; the other two join their standard input and output with its socket, so that any way to run a program in the
@@ -51,10 +51,13 @@ def main(arguments: Optional[List[str]] = None) -> int:
     serve.add_argument("--confine", action="store_true", help="the workload may gain no privilege (implied by --enter)")
     serve.add_argument("--home", default="", help="told in the greeting")
     serve.add_argument("--workdir", default="", help="told in the greeting")
+    commands.add_parser("nursery", help="serve whatever standard input orders, each in a process of its own")
     given = parser.parse_args(arguments)
     try:
         if given.command == "serve":
             return _serve(given)
+        if given.command == "nursery":
+            return _nursery()
         if given.command == "put":
             return _put(given)
         return _attach(given)
@@ -69,6 +72,14 @@ def main(arguments: Optional[List[str]] = None) -> int:
 def _ids(text: str) -> Tuple[int, int]:
     uid, _, gid = text.partition(":")
     return int(uid), int(gid or uid)
+
+
+def _nursery() -> int:
+    import resource  # noqa: F401 - what the children need is imported here
+
+    from penstock_sandbox.attendant import keeper, nursery, server  # noqa: F401
+
+    return nursery.tend(lambda arguments: main(["serve", *arguments]))
 
 
 # Serving -------------------------------------------------------------------------------------------------------------
@@ -199,6 +210,9 @@ def _raise_limits() -> None:
 
 def _enter(given: argparse.Namespace, null: int) -> system.Workload:
     groups = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in given.cgroup]
+    # Before anything is entered: what is started stays in this process's group, unless it is given one to join, whose
+    # kills the service then counts itself.
+    oom_counter = None if groups else system.open_oom_counter()
     seccomp = b""
     if given.seccomp:
         with open(given.seccomp, "rb") as file:
@@ -220,7 +234,7 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
         if given.enter is not None:
             system.drop_bounding_set()
             system.shed_privileges()
-    return system.Workload(ids, outer if root else None, namespace, groups, confined, seccomp, null, life)
+    return system.Workload(ids, outer if root else None, namespace, groups, confined, seccomp, null, life, oom_counter)
 
 
 def _has_terminals() -> bool:

@@ -207,6 +207,7 @@ class Workload:
         seccomp: bytes,
         null: int,
         life: Optional[Life],
+        oom_counter: Optional[int],
     ) -> None:
         self.ids = ids
         self._outer = outer
@@ -217,7 +218,7 @@ class Workload:
         self.life = life
         self.null = null
         """/dev/null, opened before anybody could put something else in its place."""
-        self._oom_counter = _open_oom_counter()
+        self._oom_counter = oom_counter
         self.held = [*groups, *([namespace] if namespace is not None else [])]
         """Descriptors that a child needs to become the workload."""
 
@@ -276,7 +277,8 @@ class Workload:
             shed_privileges(self._seccomp)
 
 
-def _open_oom_counter() -> Optional[int]:
+def open_oom_counter() -> Optional[int]:
+    """The file that counts the kernel's kills for memory in the caller's own control group, where it is to be seen."""
     for path in _OOM_COUNTERS:
         try:
             return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
