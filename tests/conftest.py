@@ -9,6 +9,11 @@ import pytest_asyncio
 from tests.support.stack import Running, running
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--backend NAME`: which backends the sandbox conformance suite runs on; all of them unless it is given."""
+    parser.addoption("--backend", action="append", default=[], help="run the sandbox conformance suite on this one only")
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     """Four service processes with tokens on, and a client with the operator's. Tests use it from the session's loop."""

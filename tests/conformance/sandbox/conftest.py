@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
+from tests.conformance.sandbox.needs import narrowest
 from tests.conformance.sandbox.services import SERVICES, Running, start
 
 from penstock.sandbox.v1 import file_service_pb2 as fs
@@ -20,7 +21,17 @@ from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.errors import PenstockError
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session", params=list(SERVICES))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every test that uses a service is run on each of them, or on those that `--backend` names."""
+    if "service" in metafunc.fixturenames:
+        names = metafunc.config.getoption("--backend") or list(SERVICES)
+        unknown = [name for name in names if name not in SERVICES]
+        if unknown:
+            raise pytest.UsageError(f"--backend: there is no {', '.join(unknown)}; there are {', '.join(SERVICES)}")
+        metafunc.parametrize("service", names, indirect=True, scope="session")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def service(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
     """A running service."""
     async with start(request.param) as running:
@@ -191,11 +202,12 @@ MakeBox = Callable[..., Any]
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def make_box(service: Running) -> AsyncIterator[MakeBox]:
+async def make_box(service: Running, capabilities: sb.Capabilities) -> AsyncIterator[MakeBox]:
     """Makes sandboxes: `await make_box(network=..., resources=..., ...)`; they are deleted after the test."""
     made: list[str] = []
 
     async def make(**spec: Any) -> Box:
+        spec.setdefault("network", narrowest(capabilities))
         request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
         sandbox = (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox
         made.append(sandbox.sandbox_id)

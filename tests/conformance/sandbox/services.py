@@ -1,6 +1,8 @@
 """The services under the suite: a real `penstock-sandbox` process for each way of running it.
 
 To put a backend under the suite, add a line to SERVICES: a name, and the settings that make it the default backend.
+`pytest --backend NAME` (which may be given more than once) runs the suite on those alone. What a backend does not
+declare (`needs`) is not left out: its refusal is proven instead.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from penstock_chassis.channel import connect
 
 ORDINARY_UID = 61234
 TOKEN = "conformance-operator"
+_ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,26 @@ class Variant:
 
     settings: Mapping[str, str] = field(default_factory=dict)
     ordinary_user: bool = False
+    plugins: Mapping[str, str] = field(default_factory=dict)
+    """Backends that are no part of the product: entry point name -> "module:callable" under the repository's root."""
+    surroundings: Callable[[], AbstractAsyncContextManager[Mapping[str, str]]] | None = None
+    """What must run beside the service while it does, such as a stand-in; yields further environment variables."""
 
+
+_ATTENDED = {"attended": "tests.support.attended_backend:AttendedBackend"}
 
 SERVICES: Mapping[str, Variant] = {
     "local": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "local"}),
     # As most people run it: not root, no control groups of its own.
     "local-ordinary-user": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "local"}, ordinary_user=True),
+    "attended": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"}, plugins=_ATTENDED),
+    "attended-armoured": Variant(
+        {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended-armoured"},
+        plugins={"attended-armoured": "tests.support.attended_backend:ArmouredBackend"},
+    ),
+    "attended-ordinary-user": Variant(
+        {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"}, ordinary_user=True, plugins=_ATTENDED
+    ),
 }
 
 
@@ -80,6 +97,19 @@ async def start(name: str, **settings: str) -> AsyncIterator[Running]:
 async def start_on(state_dir: Path, name: str, **settings: str) -> AsyncIterator[Running]:
     """Start a service on the given state directory; it is stopped at the end, however it is by then."""
     variant = SERVICES[name]
+    async with AsyncExitStack() as stack:
+        beside = await stack.enter_async_context(variant.surroundings()) if variant.surroundings is not None else {}
+        yield await stack.enter_async_context(_process(state_dir, name, variant, {**beside, **_prefixed(settings)}))
+
+
+def _prefixed(settings: Mapping[str, str]) -> dict[str, str]:
+    return {f"PENSTOCK_SANDBOX_{key.upper()}": value for key, value in settings.items()}
+
+
+@asynccontextmanager
+async def _process(
+    state_dir: Path, name: str, variant: Variant, further: Mapping[str, str]
+) -> AsyncIterator[Running]:
     environment = {
         "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
         "HOME": str(state_dir),
@@ -92,8 +122,10 @@ async def start_on(state_dir: Path, name: str, **settings: str) -> AsyncIterator
         # A marker that no sandbox may ever see (R12).
         "PENSTOCK_CONFORMANCE_HOST_SECRET": "sk-host-secret",
         **variant.settings,
-        **{f"PENSTOCK_SANDBOX_{key.upper()}": value for key, value in settings.items()},
+        **further,
     }
+    if variant.plugins:
+        environment["PYTHONPATH"] = f"{_plugins(state_dir, variant)}:{_ROOT}"
     process = subprocess.Popen(
         _command(variant), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment, cwd="/"
     )
@@ -110,6 +142,17 @@ async def start_on(state_dir: Path, name: str, **settings: str) -> AsyncIterator
         await asyncio.to_thread(process.wait, 30)
         assert process.stdout is not None
         process.stdout.close()
+
+
+def _plugins(state_dir: Path, variant: Variant) -> Path:
+    """A directory that, on the path, is an installed distribution with the variant's entry points."""
+    folder = state_dir / "plugins"
+    metadata = folder / "penstock_conformance-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: penstock-conformance\nVersion: 0\n")
+    lines = [f"{name} = {target}" for name, target in variant.plugins.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(["[penstock.sandbox.backends]", *lines, ""]))
+    return folder
 
 
 def _command(variant: Variant) -> Sequence[str]:

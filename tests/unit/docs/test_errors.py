@@ -44,7 +44,7 @@ PASSED_ON = {
         "penstock_chassis/rpc_status.py: kind(reason=f'TRANSPORT_{code.name}')": "the transport's own",
     },
     "sandbox": {
-        "penstock_sandbox/backends/local/errors.py: kind(reason=reason)": "from the table above it, which is read",
+        "penstock_sandbox/backends/refusals.py: kind(reason=reason)": "from the table above it, which is read",
     },
     "driver": {},
     "interception": {},

@@ -1,13 +1,15 @@
-"""File operations as a door performs them: inside the sandbox's mount namespace, with the sandbox user's rights.
+"""File operations inside a sandbox's mount namespace, with the sandbox user's rights.
 
-Purpose: single-file operations open the file and hand its descriptor to the service, which moves the bytes; operations
-over a tree run as jobs, in a child of the door, and stream through a pipe.
+Purpose: doors (of local sandboxes) and attendants (of all others, where this module travels as part of a program for
+Python 3.8) do them alike. Single-file operations open the file and answer its descriptor, through which its bytes go;
+operations over a tree run as jobs, in a child of their own, and stream through a pipe.
 
 Invariants
 - Paths are absolute. A write goes to a fresh file in the target's directory and is renamed over the target, so nobody
   sees half a file. No directory on the way may be a symbolic link: what is written lands where it was meant to.
 - Descriptors are opened without blocking and only regular files are handed out, so a planted FIFO stalls nobody.
 - A tree is unpacked without following a link, and holds only directories, regular files and links that stay inside.
+- No name service is asked for the names of owners: its libraries would come from a root that an agent wrote to.
 """
 
 from __future__ import annotations
@@ -18,12 +20,10 @@ import os
 import shutil
 import stat
 import tarfile
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Tuple
 
-from penstock_sandbox.spawner import wire
-
-Reply = tuple[wire.Message, list[int]]
+Message = Dict[str, Any]
+Reply = Tuple[Message, List[int]]
 
 _CHUNK = 256 * 1024
 _SMALL_TREE = 64 * 1024
@@ -40,7 +40,7 @@ class Refused(Exception):
         self.what = what
 
 
-def open_read(request: wire.Message) -> Reply:
+def open_read(request: Message) -> Reply:
     """Open a regular file for reading; the last component's link is followed only when asked."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     if not request["follow"]:
@@ -58,7 +58,7 @@ def open_read(request: wire.Message) -> Reply:
     return _describe(status), [descriptor]
 
 
-def open_write(request: wire.Message) -> Reply:
+def open_write(request: Message) -> Reply:
     """Open a fresh file beside ``path`` for writing; ``commit`` renames it over ``path``, ``discard`` removes it."""
     folder, name = _parent(request["path"], create=True)
     try:
@@ -79,7 +79,7 @@ def open_write(request: wire.Message) -> Reply:
         os.close(folder)
 
 
-def commit(request: wire.Message, descriptors: list[int]) -> Reply:
+def commit(request: Message, descriptors: list[int]) -> Reply:
     """Rename what ``open_write`` opened over its target: descriptors are the file's and its directory's."""
     file, folder = descriptors
     os.fchmod(file, request["mode"])
@@ -90,13 +90,13 @@ def commit(request: wire.Message, descriptors: list[int]) -> Reply:
     return _describe(found), []
 
 
-def discard(request: wire.Message, descriptors: list[int]) -> Reply:
+def discard(request: Message, descriptors: list[int]) -> Reply:
     """Remove what ``open_write`` opened."""
     os.unlink(request["partial"], dir_fd=descriptors[1])
     return {}, []
 
 
-def stat_path(request: wire.Message) -> Reply:
+def stat_path(request: Message) -> Reply:
     """Describe a path; a link is described itself."""
     path = request["path"]
     status = os.lstat(path)
@@ -106,7 +106,7 @@ def stat_path(request: wire.Message) -> Reply:
     return described, []
 
 
-def list_directory(request: wire.Message) -> Reply:
+def list_directory(request: Message) -> Reply:
     """List a directory's entries by name, from after ``after``, ``limit`` at most."""
     with os.scandir(request["path"]) as scan:
         names = sorted(entry.name for entry in scan)
@@ -128,7 +128,7 @@ def list_directory(request: wire.Message) -> Reply:
     return {"entries": entries, "more": len(wanted) > len(page)}, []
 
 
-def make_directory(request: wire.Message) -> Reply:
+def make_directory(request: Message) -> Reply:
     """Make a directory and its parents; one that exists is fine."""
     folder, name = _parent(request["path"], create=True)
     try:
@@ -148,34 +148,32 @@ def make_directory(request: wire.Message) -> Reply:
     return {}, []
 
 
-OPERATIONS: dict[str, Callable[[wire.Message], Reply]] = {
+OPERATIONS: dict[str, Callable[[Message], Reply]] = {
     "open_read": open_read,
     "open_write": open_write,
     "stat": stat_path,
     "list": list_directory,
     "mkdir": make_directory,
 }
-OPERATIONS_ON_DESCRIPTORS: dict[str, Callable[[wire.Message, list[int]], Reply]] = {
+OPERATIONS_ON_DESCRIPTORS: dict[str, Callable[[Message, list[int]], Reply]] = {
     "commit": commit,
     "discard": discard,
 }
 
 
-def is_small(request: wire.Message, descriptors: list[int]) -> bool:
+def is_small(request: Message, descriptors: list[int]) -> bool:
     """Whether a job is to unpack a small archive that grows into little; one that is damaged is not."""
     if request["job"] != "write_tree" or os.fstat(descriptors[1]).st_size > _SMALL_TREE:
         return False
     try:
-        with (
-            os.fdopen(descriptors[1], "rb", closefd=False) as source,
-            tarfile.open(fileobj=source, mode="r:") as archive,
-        ):
-            return sum(member.size for member in archive) <= _SMALL_TREE
+        with os.fdopen(descriptors[1], "rb", closefd=False) as source:
+            with tarfile.open(fileobj=source, mode="r:") as archive:
+                return sum(member.size for member in archive) <= _SMALL_TREE
     except (*_DAMAGED, OSError):
         return False
 
 
-def run_job(request: wire.Message, descriptors: list[int]) -> None:
+def run_job(request: Message, descriptors: list[int]) -> None:
     """Run a tree operation and write its result, a JSON object, to ``descriptors[0]``."""
 
     try:
@@ -189,7 +187,7 @@ def run_job(request: wire.Message, descriptors: list[int]) -> None:
     os.write(descriptors[0], json.dumps(result).encode())
 
 
-def _remove(request: wire.Message, _: list[int]) -> wire.Message:
+def _remove(request: Message, _: list[int]) -> Message:
     path = request["path"]
     try:
         status = os.lstat(path)
@@ -205,31 +203,40 @@ def _remove(request: wire.Message, _: list[int]) -> wire.Message:
     return {}
 
 
-def _read_tree(request: wire.Message, descriptors: list[int]) -> wire.Message:
+def _read_tree(request: Message, descriptors: list[int]) -> Message:
     root: str = request["path"]
     entries, skipped = 0, 0
     room: int = request["max_bytes"]
-    with (
-        os.fdopen(descriptors[1], "wb", closefd=False, buffering=_CHUNK) as sink,
-        tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as archive,
-    ):
-        for path, name in _walk(root):
-            status = os.lstat(path)
-            if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
-                skipped += 1
-                continue
-            room -= status.st_size
-            if room < 0:
-                raise Refused(errno.EFBIG, f"more than {request['max_bytes']} bytes")
-            member = archive.gettarinfo(path, arcname=name)
-            member.uname = member.gname = ""
-            if member.isreg():
-                with open(path, "rb") as source:
-                    archive.addfile(member, source)
-            else:
-                archive.addfile(member)
-            entries += 1
+    with os.fdopen(descriptors[1], "wb", closefd=False, buffering=_CHUNK) as sink:
+        with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as archive:
+            for path, name in _walk(root):
+                status = os.lstat(path)
+                if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
+                    skipped += 1
+                    continue
+                room -= status.st_size
+                if room < 0:
+                    raise Refused(errno.EFBIG, f"more than {request['max_bytes']} bytes")
+                _add(archive, path, name, status)
+                entries += 1
     return {"entries": entries, "skipped": skipped}
+
+
+def _add(archive: tarfile.TarFile, path: str, name: str, status: os.stat_result) -> None:
+    member = tarfile.TarInfo(name)
+    member.mode = stat.S_IMODE(status.st_mode)
+    member.uid, member.gid = status.st_uid, status.st_gid
+    member.mtime = status.st_mtime
+    if stat.S_ISDIR(status.st_mode):
+        member.type = tarfile.DIRTYPE
+        archive.addfile(member)
+    elif stat.S_ISLNK(status.st_mode):
+        member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
+        archive.addfile(member)
+    else:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:
+            member.size = os.fstat(source.fileno()).st_size
+            archive.addfile(member, source)
 
 
 def _walk(root: str) -> Iterator[tuple[str, str]]:
@@ -248,7 +255,7 @@ def _walk(root: str) -> Iterator[tuple[str, str]]:
                 pending.append((entry.path, f"{name}/"))
 
 
-def _write_tree(request: wire.Message, descriptors: list[int]) -> wire.Message:
+def _write_tree(request: Message, descriptors: list[int]) -> Message:
     """Unpack the tar in the file ``descriptors[1]``: once through to check every member, then again to write."""
     with os.fdopen(descriptors[1], "rb", closefd=False, buffering=_CHUNK) as source:
         source.seek(0)
@@ -378,7 +385,7 @@ def _open_folder(path: str, *, create: bool, anchor: int | None = None) -> int:
         raise
 
 
-def _describe(status: os.stat_result) -> wire.Message:
+def _describe(status: os.stat_result) -> Message:
     return {
         "kind": _KINDS.get(stat.S_IFMT(status.st_mode), "other"),
         "size": status.st_size,
@@ -388,7 +395,7 @@ def _describe(status: os.stat_result) -> wire.Message:
 
 
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
-_JOBS: dict[str, Callable[[wire.Message, list[int]], wire.Message]] = {
+_JOBS: dict[str, Callable[[Message, list[int]], Message]] = {
     "remove": _remove,
     "read_tree": _read_tree,
     "write_tree": _write_tree,

@@ -28,11 +28,12 @@ from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError,
 from penstock_sandbox.backends.base import Backend, MountedToolbox, ProcessSink, RawExit, SandboxHandle, SealedLayer
 from penstock_sandbox.backends.local import bubblewrap, cgroups, layers, rootfs
 from penstock_sandbox.backends.local.cgroups import Cgroups, Group
-from penstock_sandbox.backends.local.channel import ChannelClosed, Refused
+from penstock_sandbox.backends.local.channel import ChannelClosed
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.spawner_process import SpawnerProcess
 from penstock_sandbox.backends.local.stage import Stage
 from penstock_sandbox.backends.local.uids import UserPool
+from penstock_sandbox.backends.refusals import Refused
 from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, SandboxSpec, Stream
 
 _STAGES = ("/mnt", "/srv", "/media")
@@ -301,7 +302,7 @@ class LocalBackend(Backend):
             share_network=spec.network.kind is NetworkKind.OPEN,
         )
         with sandbox.connect() as door:
-            await spawner.create(sandbox.id, sandbox.uid, sandbox.join_files(), arguments, door)
+            sandbox.first_pid = await spawner.create(sandbox.id, sandbox.uid, sandbox.join_files(), arguments, door)
         await sandbox.ready()
         if spec.network.kind is NetworkKind.ONE_ENDPOINT:
             await sandbox.open_endpoint(spec.network)

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Self
 
+from penstock_sandbox.backends.refusals import Refused
 from penstock_sandbox.spawner import wire
 
 Reply = tuple[wire.Message, list[int]]
@@ -19,15 +20,6 @@ Reply = tuple[wire.Message, list[int]]
 
 class ChannelClosed(Exception):
     """The process at the other end has ended."""
-
-
-class Refused(Exception):
-    """The process at the other end answered that it could not: the kernel's ``errno`` and what it was doing."""
-
-    def __init__(self, number: int, what: str) -> None:
-        super().__init__(what)
-        self.errno = number
-        self.what = what
 
 
 class Channel:

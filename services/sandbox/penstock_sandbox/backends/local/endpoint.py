@@ -15,12 +15,10 @@ import struct
 
 import structlog
 
-_CHUNK = 64 * 1024
-_CONNECTIONS = 256
-_CONNECT_TIMEOUT_S = 10.0
-_ACCEPT_PAUSE_S = 0.05
+from penstock_sandbox.backends.upstream import CHUNK, Streams, connect
 
-_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+_CONNECTIONS = 256
+_ACCEPT_PAUSE_S = 0.05
 
 _log = structlog.get_logger(__name__)
 
@@ -70,14 +68,13 @@ class Endpoint:
     async def _carry(self, connection: socket.socket) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            inside = await asyncio.open_connection(sock=connection, limit=_CHUNK)
+            inside = await asyncio.open_connection(sock=connection, limit=CHUNK)
         except OSError:
             connection.close()
             return
         try:
             try:
-                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                    outside = await _connect(self._upstream)
+                outside = await connect(self._upstream)
             except (OSError, TimeoutError) as error:
                 # The agent sees a reset; the operator sees why.
                 _log.warning(
@@ -89,7 +86,7 @@ class Endpoint:
         finally:
             inside[1].transport.close()
 
-    async def _splice(self, inside: _Streams, outside: _Streams) -> None:
+    async def _splice(self, inside: Streams, outside: Streams) -> None:
         try:
             async with asyncio.TaskGroup() as both:
                 both.create_task(_pump(inside[0], outside[1]))
@@ -107,17 +104,8 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-async def _connect(upstream: str) -> _Streams:
-    if upstream.startswith("unix:"):
-        return await asyncio.open_unix_connection(upstream.removeprefix("unix:"), limit=_CHUNK)
-    host, _, port = upstream.rpartition(":")
-    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=_CHUNK)
-    writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return reader, writer
-
-
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(_CHUNK):
+    while data := await reader.read(CHUNK):
         writer.write(data)
         await writer.drain()
     if writer.can_write_eof():

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from penstock_chassis.errors import Internal
 from penstock_sandbox.backends.base import ProcessHandle, ProcessSink, RawExit
-from penstock_sandbox.backends.local.channel import ChannelClosed, Refused
+from penstock_sandbox.backends.local.channel import ChannelClosed
+from penstock_sandbox.backends.refusals import Refused
 from penstock_sandbox.model import PtySize, Stream
 from penstock_sandbox.spawner import wire
 

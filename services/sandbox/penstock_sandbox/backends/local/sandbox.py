@@ -25,10 +25,10 @@ from penstock_sandbox.backends.base import (
 )
 from penstock_sandbox.backends.local import layers, rootfs, tree
 from penstock_sandbox.backends.local.cgroups import Group
-from penstock_sandbox.backends.local.channel import Channel, ChannelClosed, Refused, Reply
+from penstock_sandbox.backends.local.channel import Channel, ChannelClosed, Reply
 from penstock_sandbox.backends.local.endpoint import Endpoint
-from penstock_sandbox.backends.local.errors import file_error
 from penstock_sandbox.backends.local.process import LocalProcess
+from penstock_sandbox.backends.refusals import Refused, file_error
 from penstock_sandbox.model import FileInfo, FileKind, NetworkKind, NetworkPolicy, PtySize, Stats, Stream
 from penstock_sandbox.spawner import wire
 
@@ -59,6 +59,8 @@ class LocalSandbox(SandboxHandle):
         self.uid = uid
         self.upper = upper
         self.layer_ids: tuple[str, ...] = ()
+        self.first_pid = 0
+        """The host's id of the sandbox's first process, once it is there."""
         self.default_env = default_env
         self.group = group
         self._on_lost = on_lost

@@ -13,7 +13,8 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import cast
 
-from penstock_sandbox.backends.local.channel import Refused, Reply
+from penstock_sandbox.backends.local.channel import Reply
+from penstock_sandbox.backends.refusals import Refused
 from penstock_sandbox.spawner import wire
 
 _CHUNK = 256 * 1024

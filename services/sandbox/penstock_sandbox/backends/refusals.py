@@ -1,4 +1,4 @@
-"""From the kernel's error numbers, as a door reports them, to the service's errors."""
+"""From the kernel's error numbers, as a sandbox's door or attendant reports them, to the service's errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from penstock_chassis.errors import (
     PermissionDenied,
     ResourceExhausted,
 )
-from penstock_sandbox.backends.local.channel import Refused
+
+
+class Refused(Exception):
+    """What serves a sandbox answered that it could not: the kernel's ``errno`` and what it was doing."""
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(what)
+        self.errno = number
+        self.what = what
+
 
 _TABLE: dict[int, tuple[type[PenstockError], str]] = {
     errno.ENOENT: (NotFound, "FILE_NOT_FOUND"),
@@ -41,6 +50,6 @@ _TABLE: dict[int, tuple[type[PenstockError], str]] = {
 
 
 def file_error(refusal: Refused, path: str) -> PenstockError:
-    """The error for a file operation on ``path`` that the door refused."""
+    """The error for a file operation on ``path`` that was refused."""
     kind, reason = _TABLE.get(refusal.errno, (Internal, "FILE_OPERATION_FAILED"))
     return kind(f"{path}: {refusal.what}", reason=reason, metadata={"path": path})

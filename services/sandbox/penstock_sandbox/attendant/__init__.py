@@ -1,0 +1,1 @@
+"""The program that serves a sandbox from inside, or from beside it, wherever the service itself cannot reach in."""

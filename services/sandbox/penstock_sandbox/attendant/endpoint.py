@@ -1,0 +1,157 @@
+"""The one endpoint of a sandbox, seen from inside: a listener on loopback whose connections are streams of the link.
+
+Purpose: the service, which opened the link, connects each of them to the upstream that the policy names and to nothing
+else. A sandbox on a machine that cannot reach the service still reaches its endpoint.
+
+Invariants: bytes are carried as they are, half-closes included; a slow reader slows its writer; closing the endpoint
+cuts every connection, and a side that broke off shows as a reset, never as an end.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Callable, Dict, Optional
+
+from penstock_sandbox.attendant import frames
+from penstock_sandbox.attendant.loop import Loop, Sink, Source
+from penstock_sandbox.attendant.processes import Streams
+
+_BACKLOG = 128
+_CONNECTIONS = 256
+
+
+class Endpoint:
+    """Listens while it is open."""
+
+    def __init__(
+        self, loop: Loop, say: Callable[[int, int, bytes], None], room: Callable[[], bool], streams: Streams
+    ) -> None:
+        self._loop = loop
+        self._say = say
+        self._room = room
+        self._streams = streams
+        self._listener: Optional[socket.socket] = None
+        self._connections: Dict[int, _Connection] = {}
+        self._last = 0
+
+    def open(self, port: int) -> None:
+        """Listen on a port of loopback. Raises OSError when it is taken."""
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", port))
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        self.close()
+        listener.setblocking(False)
+        self._listener = listener
+        self._loop.watch(listener.fileno(), self._accept, None)
+
+    def close(self) -> None:
+        """Listen no more, and cut every connection."""
+        if self._listener is not None:
+            self._loop.forget(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        for connection in list(self._connections.values()):
+            connection.cut()
+
+    def cut(self, stream: int) -> bool:
+        """The service's side broke off; False when the stream is none of a connection's."""
+        connection = self._connections.get(stream)
+        if connection is None:
+            return False
+        connection.cut()
+        return True
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._connections) >= _CONNECTIONS:
+            sock.close()
+            return
+        self._last = (self._last + 1) % frames.FROM_ATTENDANT
+        stream = frames.FROM_ATTENDANT | self._last
+        self._say(frames.OPEN, stream, b"")
+        self._connections[stream] = _Connection(self._loop, self._say, self._room, self._streams, sock, stream, self)
+
+    def forget(self, stream: int) -> None:
+        """A connection has ended."""
+        self._connections.pop(stream, None)
+
+
+class _Connection:
+    def __init__(
+        self,
+        loop: Loop,
+        say: Callable[[int, int, bytes], None],
+        room: Callable[[], bool],
+        streams: Streams,
+        sock: socket.socket,
+        stream: int,
+        endpoint: Endpoint,
+    ) -> None:
+        self._loop = loop
+        self._say = say
+        self._streams = streams
+        self._sock = sock
+        self._stream = stream
+        self._endpoint = endpoint
+        self._open = True
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setblocking(False)
+        self._sink = Sink(loop, say, sock.fileno(), stream, frames.ENDPOINT_WINDOW, self._sink_ended)
+        self._source = Source(loop, say, room, sock.fileno(), stream, frames.ENDPOINT_WINDOW, self._source_ended)
+        streams.sinks[stream] = self._sink
+        streams.sources[stream] = self._source
+
+    def _sink_ended(self, broken: bool) -> None:
+        self._streams.sinks.pop(self._stream, None)
+        if broken:
+            # What stopped it said so already.
+            self._abort()
+            return
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # the peer is gone: reading tells
+        self._settle()
+
+    def _source_ended(self) -> None:
+        self._streams.sources.pop(self._stream, None)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._open and not self._sink.open and not self._source.open:
+            self._close()
+
+    def cut(self) -> None:
+        """End it so that its peer in the sandbox sees a failure."""
+        if self._open:
+            self._abort()
+
+    def _abort(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        self._sink.stop()
+        self._source.stop()
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._open = True
+        self._close()
+
+    def _close(self) -> None:
+        self._open = False
+        self._streams.sinks.pop(self._stream, None)
+        self._streams.sources.pop(self._stream, None)
+        self._loop.forget(self._sock.fileno())
+        self._sock.close()
+        self._endpoint.forget(self._stream)
+
+

@@ -1,0 +1,215 @@
+"""The attendant's event loop, and what moves bytes between descriptors and streams of the link.
+
+Purpose: one thread that never blocks, so that it may fork. A Source reads a descriptor as far as its stream has credit;
+a Sink writes what a stream brings and gives credit back as it gets rid of it.
+
+Invariants: a descriptor is closed exactly once, by the part that holds it; callbacks of one that was forgotten while a
+round was under way are not called.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+from typing import Callable, Dict, List, Optional, Tuple
+
+from penstock_sandbox.attendant import frames
+
+Callback = Callable[[], None]
+Say = Callable[[int, int, bytes], None]
+"""Says a frame: kind, stream, payload."""
+
+
+class Loop:
+    """Calls back when descriptors are readable or writable."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._callbacks: Dict[int, Tuple[Optional[Callback], Optional[Callback]]] = {}
+
+    def watch(self, descriptor: int, readable: Optional[Callback], writable: Optional[Callback]) -> None:
+        """From now on call these; None for what is not waited for."""
+        before = self._callbacks.get(descriptor)
+        events = (selectors.EVENT_READ if readable else 0) | (selectors.EVENT_WRITE if writable else 0)
+        if not events:
+            self.forget(descriptor)
+            return
+        self._callbacks[descriptor] = (readable, writable)
+        if before is None:
+            self._selector.register(descriptor, events)
+        elif (bool(before[0]), bool(before[1])) != (bool(readable), bool(writable)):
+            self._selector.modify(descriptor, events)
+
+    def reading(self, descriptor: int, readable: Optional[Callback]) -> None:
+        """Change only what is called when it is readable."""
+        self.watch(descriptor, readable, self._callbacks.get(descriptor, (None, None))[1])
+
+    def writing(self, descriptor: int, writable: Optional[Callback]) -> None:
+        """Change only what is called when it is writable."""
+        self.watch(descriptor, self._callbacks.get(descriptor, (None, None))[0], writable)
+
+    def forget(self, descriptor: int) -> None:
+        """Call nothing for it any more; before it is closed."""
+        if self._callbacks.pop(descriptor, None) is not None:
+            self._selector.unregister(descriptor)
+
+    def descriptors(self) -> List[int]:
+        """What is watched, and what watching needs."""
+        return list(self._callbacks)
+
+    def run_once(self) -> None:
+        """Wait for something to happen and see to it."""
+        for key, events in self._selector.select():
+            descriptor = key.fd
+            if events & selectors.EVENT_READ:
+                callback = self._callbacks.get(descriptor, (None, None))[0]
+                if callback is not None:
+                    callback()
+            if events & selectors.EVENT_WRITE:
+                callback = self._callbacks.get(descriptor, (None, None))[1]
+                if callback is not None:
+                    callback()
+
+
+class Source:
+    """Reads a descriptor into a stream: as long as the stream has credit and ``room`` says so.
+
+    ``on_end`` is called once, after END or RESET was said or the service gave the stream up.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        say: Say,
+        room: Callable[[], bool],
+        descriptor: int,
+        stream: int,
+        credit: int,
+        on_end: Callback,
+        on_read: Optional[Callable[[int], None]] = None,
+    ) -> None:
+        self._loop = loop
+        self._say = say
+        self._room = room
+        self.descriptor = descriptor
+        self.stream = stream
+        self._credit = credit
+        self._on_end = on_end
+        self._on_read = on_read
+        self.open = True
+        os.set_blocking(descriptor, False)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Read on if that is possible now."""
+        if self.open:
+            able = self._credit > 0 and self._room()
+            self._loop.reading(self.descriptor, self._readable if able else None)
+
+    def credit(self, amount: int) -> None:
+        """The reader took ``amount`` bytes."""
+        self._credit += amount
+        self.go_on()
+
+    def _readable(self) -> None:
+        if not self._room():
+            self.go_on()
+            return
+        try:
+            data = os.read(self.descriptor, min(frames.PIECE, self._credit))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # A terminal whose last user is gone says EIO where a pipe says end of file.
+            if error.errno != errno.EIO:
+                self._say(frames.RESET, self.stream, frames.pack_message({"errno": error.errno}))
+                self.stop()
+                return
+            data = b""
+        if data:
+            self._say(frames.DATA, self.stream, data)
+            self._credit -= len(data)
+            self.go_on()
+            if self._on_read is not None:
+                self._on_read(len(data))
+        else:
+            self._say(frames.END, self.stream, b"")
+            self.stop()
+
+    def stop(self) -> None:
+        """Read no more and say no more."""
+        if self.open:
+            self.open = False
+            self._loop.reading(self.descriptor, None)
+            self._on_end()
+
+
+class Sink:
+    """Writes what a stream brings to a descriptor.
+
+    ``on_end`` is called once: with False after the stream's END was written out, with True when it broke off.
+    """
+
+    def __init__(
+        self, loop: Loop, say: Say, descriptor: int, stream: int, window: int, on_end: Callable[[bool], None]
+    ) -> None:
+        self._loop = loop
+        self._say = say
+        self._descriptor = descriptor
+        self.stream = stream
+        self._window = window
+        self._on_end = on_end
+        self._pending = bytearray()
+        self._taken = 0
+        self._ending = False
+        self.open = True
+        os.set_blocking(descriptor, False)
+
+    def data(self, data: bytes) -> None:
+        """The stream brought this. Raises Malformed when it is more than the window."""
+        if not self.open:
+            return
+        if len(self._pending) + len(data) > self._window:
+            raise frames.Malformed("stream %d is %d bytes over its window" % (self.stream, len(data)))
+        self._pending += data
+        self._flush()
+
+    def end(self) -> None:
+        """The stream brings no more."""
+        self._ending = True
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._pending and self.open:
+                written = os.write(self._descriptor, self._pending)
+                del self._pending[:written]
+                self._take(written)
+        except BlockingIOError:
+            self._loop.writing(self._descriptor, self._flush)
+            return
+        except OSError as error:
+            self._say(frames.RESET, self.stream, frames.pack_message({"errno": error.errno}))
+            self.stop()
+            return
+        if self.open:
+            self._loop.writing(self._descriptor, None)
+            if self._ending:
+                self.open = False
+                self._on_end(False)
+
+    def _take(self, amount: int) -> None:
+        # In a few large amounts: half of the window may be spent before the speaker must know.
+        self._taken += amount
+        if self._taken >= self._window // 4:
+            self._say(frames.CREDIT, self.stream, frames.pack_amount(self._taken))
+            self._taken = 0
+
+    def stop(self) -> None:
+        """Write no more; what was not written is lost."""
+        if self.open:
+            self.open = False
+            self._pending.clear()
+            self._loop.writing(self._descriptor, None)
+            self._on_end(True)

@@ -1,0 +1,294 @@
+"""The command line of the attendant: ``serve``, ``attach`` and ``put``.
+
+Purpose: ``serve`` enters a sandbox where it is not in one already, and becomes a daemon that outlives whoever started
+it; the other two join their standard input and output with its socket, so that any way to run a program in the
+sandbox is a way to speak to it.
+
+Invariants
+- ``serve`` ends with 0 once the daemon listens, and says on standard error why it cannot.
+- Everything that the daemon needs is imported before it enters anything, and its socket, its log and its spool stay
+  where it came from.
+- Nothing secret is in an argument or the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import platform
+import signal
+import socket
+import sys
+from typing import List, NoReturn, Optional, Tuple
+
+from penstock_sandbox.attendant import connections, frames, system
+
+_READ = 64 * 1024
+_BACKLOG = 16
+_OPEN_FILES = 65536
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    """Run a command; answers the exit code."""
+    parser = argparse.ArgumentParser(prog="attendant", description="Serves one sandbox for the sandbox service.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="become the daemon")
+    attach = commands.add_parser("attach", help="speak and hear over standard input and output")
+    put = commands.add_parser("put", help="deliver what is on standard input, and end")
+    for command in (serve, attach, put):
+        command.add_argument("--socket", required=True, help="the daemon's socket, in a directory of its user's own")
+    for command in (attach, put):
+        command.add_argument("--armour", action="store_true", help="lines of base64 instead of bytes")
+    attach.add_argument("--output-only", action="store_true", help="only hear: the other half is put")
+    serve.add_argument("--user", type=_ids, help="UID:GID of the workload, as the sandbox numbers them")
+    serve.add_argument("--enter", type=int, help="enter this process's namespaces first, and end with it")
+    serve.add_argument("--cgroup", action="append", default=[], help="a cgroup.procs file that the workload joins")
+    serve.add_argument("--seccomp", help="a file with a filter (BPF) for the workload's system calls")
+    serve.add_argument("--confine", action="store_true", help="the workload may gain no privilege (implied by --enter)")
+    serve.add_argument("--home", default="", help="told in the greeting")
+    serve.add_argument("--workdir", default="", help="told in the greeting")
+    given = parser.parse_args(arguments)
+    try:
+        if given.command == "serve":
+            return _serve(given)
+        if given.command == "put":
+            return _put(given)
+        return _attach(given)
+    except OSError as error:
+        sys.stderr.write("attendant: %s\n" % error)
+        return 1
+
+
+def _ids(text: str) -> Tuple[int, int]:
+    uid, _, gid = text.partition(":")
+    return int(uid), int(gid or uid)
+
+
+# Serving -------------------------------------------------------------------------------------------------------------
+
+
+def _serve(given: argparse.Namespace) -> int:
+    # Imported here, and before anything is entered: attach and put need none of it.
+    from penstock_sandbox.attendant import keeper
+    from penstock_sandbox.attendant.server import Attendant
+
+    folder = os.path.dirname(os.path.abspath(given.socket))
+    os.makedirs(folder, 0o700, exist_ok=True)
+    owner = os.stat(folder)
+    if owner.st_uid != os.geteuid() or owner.st_mode & 0o022:
+        raise OSError(errno.EPERM, "%s: others may write there" % folder)
+    if given.enter is not None and os.geteuid() == 0 and given.user is None:
+        raise OSError(errno.EINVAL, "--enter as root needs --user")
+    if given.user is not None and os.geteuid() != 0 and given.enter is None:
+        raise OSError(errno.EPERM, "only root can give the workload another user")
+    listener = _listen(given.socket)
+    if listener is None:
+        return 0
+    log = os.open(given.socket + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    told, tell = os.pipe()
+    if os.fork() == 0:
+        # What else was inherited belongs to whoever started this, who waits for its end.
+        keeper.close_others({0, 1, 2, listener.fileno(), log, tell})
+        os.setsid()
+        if os.fork() != 0:
+            os._exit(0)
+        try:
+            _daemon(given, listener, log, tell, folder, Attendant)
+        except BaseException as error:  # noqa: BLE001
+            # No traceback: printing one opens source files, by now in the sandbox's root.
+            text = ("%s" % error if isinstance(error, OSError) else repr(error)).encode()
+            for descriptor in (tell, log):
+                try:
+                    os.write(descriptor, text + b"\n")
+                except OSError:
+                    continue
+        finally:
+            os._exit(1)
+    os.close(tell)
+    failure = b""
+    while True:
+        part = os.read(told, _READ)
+        failure += part
+        if not part:
+            break
+    if failure != b"serving":
+        os.unlink(given.socket)
+        sys.stderr.write("attendant: %s\n" % (failure.decode(errors="replace").strip() or "it ended as it started"))
+        return 1
+    return 0
+
+
+def _listen(path: str) -> Optional[socket.socket]:
+    """A listener at ``path``, or None where a daemon serves it already."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        try:
+            listener.bind(path)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:
+                    os.unlink(path)
+                else:
+                    listener.close()
+                    return None
+            listener.bind(path)
+    finally:
+        os.umask(before)
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _daemon(
+    given: argparse.Namespace, listener: socket.socket, log: int, tell: int, folder: str, kind: type
+) -> NoReturn:
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    spool = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for standard, descriptor in enumerate((null, null, log)):
+        os.dup2(descriptor, standard, inheritable=False)
+    if os.geteuid() == 0:
+        os.setgroups([])
+    _raise_limits()
+    # What is imported from here on would be an agent's.
+    sys.path.clear()
+    sys.path_importer_cache.clear()
+    workload, life = _enter(given, null)
+    system.hide()
+    system.set_name("attendant")
+    os.chdir("/")
+    os.umask(0o022)
+    greeting = {
+        "version": frames.VERSION,
+        "instance": os.urandom(8).hex(),
+        "python": platform.python_version(),
+        "user_switch": workload.separate,
+        "pty": _has_terminals(),
+        "home": given.home,
+        "workdir": given.workdir,
+    }
+    attendant = kind(listener, workload, spool, life, greeting)
+    os.write(tell, b"serving")
+    os.close(tell)
+    attendant.serve()
+
+
+def _raise_limits() -> None:
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _enter(given: argparse.Namespace, null: int) -> Tuple[system.Workload, Optional[int]]:
+    groups = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in given.cgroup]
+    seccomp = b""
+    if given.seccomp:
+        with open(given.seccomp, "rb") as file:
+            seccomp = file.read()
+    outer = given.user
+    namespace, life = None, None
+    confined = given.confine
+    root = os.geteuid() == 0
+    ids = given.user
+    if given.enter is not None:
+        confined = True
+        life = system.pidfd_open(given.enter)
+        if root and given.user is not None:
+            outer = tuple(
+                system.outside(given.enter, kind, number) for kind, number in zip(("uid", "gid"), given.user)
+            )
+        namespace = system.enter(given.enter, root)
+    if not root:
+        # It entered its own sandbox, where it has one user and, until here, every capability.
+        ids = outer = None
+        if given.enter is not None:
+            system.drop_bounding_set()
+            system.shed_privileges()
+    workload = system.Workload(ids, outer if root else None, namespace, groups, confined, seccomp, null)
+    return workload, life
+
+
+def _has_terminals() -> bool:
+    try:
+        primary, secondary = os.openpty()
+    except OSError:
+        return False
+    os.close(primary)
+    os.close(secondary)
+    return True
+
+
+# Speaking to it ------------------------------------------------------------------------------------------------------
+
+
+def _connect(path: str, role: bytes) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect(path)
+    sock.sendall(role)
+    return sock
+
+
+def _put(given: argparse.Namespace) -> int:
+    sock = _connect(given.socket, connections.PUT)
+    clear = frames.Unarmour()
+    while True:
+        data = os.read(0, _READ)
+        if not data:
+            break
+        sock.sendall(clear.feed(data) if given.armour else data)
+    sock.shutdown(socket.SHUT_WR)
+    return 0 if sock.recv(len(connections.TAKEN)) == connections.TAKEN else 1
+
+
+def _attach(given: argparse.Namespace) -> int:
+    import threading
+
+    sock = _connect(given.socket, connections.OUTPUT if given.output_only else connections.ATTACH)
+    if given.output_only:
+        threading.Thread(target=_leave_with_reader, daemon=True).start()
+    else:
+        threading.Thread(target=_carry_in, args=(sock, given.armour), daemon=True).start()
+    while True:
+        data = sock.recv(_READ)
+        if not data:
+            return 0
+        if given.armour:
+            data = frames.armour(data)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(1, view) :]
+
+
+def _carry_in(sock: socket.socket, armoured: bool) -> None:
+    """What comes on standard input goes to the socket; its end is the end of all."""
+    clear = frames.Unarmour()
+    try:
+        while True:
+            data = os.read(0, _READ)
+            if not data:
+                break
+            sock.sendall(clear.feed(data) if armoured else data)
+    except (OSError, frames.Malformed):
+        pass  # either end is gone, or this one speaks no more sense: the service comes again
+    os._exit(0)
+
+
+def _leave_with_reader() -> None:
+    """End when nobody reads the output any more; writing would tell, but there may be nothing to write."""
+    import select
+
+    poll = select.poll()
+    poll.register(1, 0)
+    poll.poll()
+    os._exit(0)
+
+

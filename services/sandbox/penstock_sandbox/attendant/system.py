@@ -1,0 +1,246 @@
+"""System calls that Python 3.8 has no wrapper for, and who a sandbox's programs run as.
+
+Invariants: nothing here reads a file of the sandbox or asks its account database: an attendant may be root in a mount
+namespace that an agent wrote to, where a name service's library would run with its rights. Every call raises OSError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import struct
+from typing import Iterator, List, Optional, Tuple
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+_OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+# In the order in which they are entered: the mount namespace last, since the others are found by paths.
+_NAMESPACES = (
+    ("ipc", CLONE_NEWIPC),
+    ("uts", CLONE_NEWUTS),
+    ("net", CLONE_NEWNET),
+    ("cgroup", CLONE_NEWCGROUP),
+    ("pid", CLONE_NEWPID),
+    ("mnt", CLONE_NEWNS),
+)
+
+_PR_SET_DUMPABLE = 4
+_PR_SET_NAME = 15
+_PR_SET_SECCOMP = 22
+_PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NO_NEW_PRIVS = 38
+_SECCOMP_MODE_FILTER = 2
+_LINUX_CAPABILITY_VERSION_3 = 0x20080522
+_SYS_PIDFD_OPEN = 434  # the same on every architecture
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, "%s: %s" % (what, os.strerror(number)))
+    return result
+
+
+def _prctl(option: int, argument: int, what: str) -> None:
+    _checked(_libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0), "prctl(%s)" % what)
+
+
+def become_subreaper() -> None:
+    """Adopt descendants whose parent ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
+
+
+def hide() -> None:
+    """Let no other process of this user trace the caller or read its memory."""
+    _prctl(_PR_SET_DUMPABLE, 0, "PR_SET_DUMPABLE")
+
+
+def set_name(name: str) -> None:
+    """What the caller is called in lists of processes."""
+    _checked(_libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0), "prctl(PR_SET_NAME)")
+
+
+def pidfd_open(pid: int) -> Optional[int]:
+    """A descriptor that becomes readable when the process ends; None on a kernel that has none (before 5.3)."""
+    descriptor = int(_libc.syscall(_SYS_PIDFD_OPEN, pid, 0))
+    if descriptor < 0:
+        if ctypes.get_errno() == errno.ENOSYS:
+            return None
+        raise OSError(ctypes.get_errno(), "process %d: %s" % (pid, os.strerror(ctypes.get_errno())))
+    os.set_inheritable(descriptor, False)
+    return descriptor
+
+
+def _setns(descriptor: int, kind: int, what: str) -> None:
+    _checked(_libc.setns(descriptor, kind), "entering the %s namespace" % what)
+
+
+def _is_own(descriptor: int, name: str) -> bool:
+    own = os.stat("/proc/self/ns/%s" % name)
+    other = os.fstat(descriptor)
+    return (own.st_dev, own.st_ino) == (other.st_dev, other.st_ino)
+
+
+def enter(pid: int, user_namespace: bool) -> Optional[int]:
+    """Enter a process's namespaces, except its process namespace, which only the caller's children are in.
+
+    An ordinary user enters the user namespace first, and is allowed to where that is one of its own. A root stays in
+    its own user namespace, out of the sandbox's reach; it gets the sandbox's as a descriptor, for its children (None
+    where it is the same one, or ``user_namespace`` is false).
+    """
+    user = os.open("/proc/%d/ns/user" % pid, os.O_RDONLY | os.O_CLOEXEC)
+    opened: List[Tuple[int, int, str]] = []
+    for name, kind in _NAMESPACES:
+        try:
+            descriptor = os.open("/proc/%d/ns/%s" % (pid, name), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # a kernel without this kind
+        if _is_own(descriptor, name):
+            os.close(descriptor)
+        else:
+            opened.append((descriptor, kind, name))
+    foreign = not _is_own(user, "user")
+    if foreign and os.geteuid() != 0:
+        _setns(user, CLONE_NEWUSER, "user")
+    for descriptor, kind, name in opened:
+        _setns(descriptor, kind, name)
+        os.close(descriptor)
+    if foreign and os.geteuid() == 0 and user_namespace:
+        return user
+    os.close(user)
+    return None
+
+
+def outside(pid: int, kind: str, number: int) -> int:
+    """The id, in the reader's user namespace, of the user (``kind`` uid) or group (gid) that a sandbox calls ``number``."""
+    with open("/proc/%d/%s_map" % (pid, kind), encoding="ascii") as file:
+        for line in file:
+            inside, beyond, count = map(int, line.split())
+            if inside <= number < inside + count:
+                return beyond + number - inside
+    raise OSError(errno.EINVAL, "the sandbox has no %s %d" % (kind, number))
+
+
+def drop_bounding_set() -> None:
+    """Let no program that the caller executes have any capability. Harmless where the caller may not say so."""
+    for capability in range(64):
+        if _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) < 0:
+            # EINVAL: the kernel knows no more of them; EPERM: none is held, and no_new_privs keeps it so.
+            if ctypes.get_errno() not in (errno.EINVAL, errno.EPERM):
+                raise OSError(ctypes.get_errno(), "prctl(PR_CAPBSET_DROP)")
+            return
+
+
+def shed_privileges(seccomp: bytes = b"") -> None:
+    """Give up every capability, the right to gain any, and the calls that ``seccomp`` refuses (empty: none)."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
+    header = ctypes.create_string_buffer(struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0), 8)
+    nothing = ctypes.create_string_buffer(struct.pack("=6I", 0, 0, 0, 0, 0, 0), 24)
+    _checked(_libc.capset(header, nothing), "capset")
+    if seccomp:
+        code = ctypes.create_string_buffer(seccomp, len(seccomp))
+        described = ctypes.create_string_buffer(struct.pack("=H6xQ", len(seccomp) // 8, ctypes.addressof(code)), 16)
+        _checked(
+            _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), described, 0, 0),
+            "prctl(PR_SET_SECCOMP)",
+        )
+
+
+class Workload:
+    """Who the sandbox's programs run as, and what each of them gives up before it starts.
+
+    ``ids`` are the user and group inside (None: the attendant's own), ``outer`` the same two as the attendant sees
+    them; ``namespace`` is a user namespace to enter, ``groups`` the ``cgroup.procs`` descriptors to join.
+    """
+
+    def __init__(
+        self,
+        ids: Optional[Tuple[int, int]],
+        outer: Optional[Tuple[int, int]],
+        namespace: Optional[int],
+        groups: List[int],
+        confined: bool,
+        seccomp: bytes,
+        null: int,
+    ) -> None:
+        self.ids = ids
+        self._outer = outer
+        self._namespace = namespace
+        self._groups = groups
+        self._confined = confined
+        self._seccomp = seccomp
+        self.null = null
+        """/dev/null, opened before anybody could put something else in its place."""
+        self._oom_counter = _open_oom_counter()
+        self.held = [*groups, *([namespace] if namespace is not None else [])]
+        """Descriptors that a child needs to become the workload."""
+
+    @contextlib.contextmanager
+    def acting(self) -> Iterator[None]:
+        """Do file work with the workload's rights. The real user stays: nobody inside may signal or trace the caller."""
+        if self._outer is None:
+            yield
+            return
+        # No groups are given up or taken: the attendant of a root has none.
+        uid, gid = self._outer
+        os.setegid(gid)
+        os.seteuid(uid)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+
+    @property
+    def separate(self) -> bool:
+        """Whether the workload is another user than the attendant, which it then can neither signal nor trace."""
+        return self.ids is not None and (self._outer or self.ids)[0] != os.geteuid()
+
+    def oom_kills(self) -> int:
+        """How often the kernel killed for memory in this sandbox, where it shows its own control group; else 0."""
+        if self._oom_counter is None:
+            return 0
+        for line in os.pread(self._oom_counter, 4096, 0).splitlines():
+            name, _, value = line.partition(b" ")
+            if name == b"oom_kill" and value.isdigit():
+                return int(value)
+        return 0
+
+    def become(self) -> None:
+        """Become the workload for good: for a fresh child that will execute a program."""
+        for group in self._groups:
+            os.write(group, b"0")
+        if self._namespace is not None:
+            _setns(self._namespace, CLONE_NEWUSER, "user")
+        if self._confined:
+            drop_bounding_set()
+        if self.ids is not None:
+            uid, gid = self.ids
+            if os.getgroups() != [gid]:
+                try:
+                    os.setgroups([gid])
+                except PermissionError:
+                    pass  # a user namespace of one user, which has no right to groups; the attendant has none either
+            os.setresgid(gid, gid, gid)
+            os.setresuid(uid, uid, uid)
+        if self._confined:
+            shed_privileges(self._seccomp)
+
+
+def _open_oom_counter() -> Optional[int]:
+    for path in _OOM_COUNTERS:
+        try:
+            return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+    return None

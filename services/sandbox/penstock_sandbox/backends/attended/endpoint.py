@@ -1,0 +1,79 @@
+"""The service's end of an attended sandbox's one endpoint: streams of the link, carried to one upstream.
+
+Invariants: connected is what the policy names and nothing else; half-closes are carried; a side that breaks off resets
+the other one; closing cuts every connection at once. A pipe of the link that breaks does not show here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from penstock_sandbox.backends.attended.stream import LinkLost, Stream, StreamReset
+from penstock_sandbox.backends.upstream import CHUNK, Streams, connect
+
+_CONNECTIONS = 256
+
+_log = structlog.get_logger(__name__)
+
+
+class Endpoint:
+    """Carries what the attendant's listener accepts, until closed."""
+
+    def __init__(self, sandbox_id: str, upstream: str) -> None:
+        self._sandbox_id = sandbox_id
+        self._upstream = upstream
+        self._connections: set[asyncio.Task[None]] = set()
+
+    def accept(self, stream: Stream) -> None:
+        """A program in the sandbox connected."""
+        if len(self._connections) >= _CONNECTIONS:
+            stream.reset()
+            return
+        task = asyncio.create_task(self._carry(stream))
+        self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+
+    async def aclose(self) -> None:
+        """Cut every connection."""
+        tasks = [*self._connections]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _carry(self, stream: Stream) -> None:
+        try:
+            try:
+                outside = await connect(self._upstream)
+            except (OSError, TimeoutError) as error:
+                # The agent sees a reset; the operator sees why.
+                _log.warning(
+                    "upstream unreachable", sandbox=self._sandbox_id, upstream=self._upstream, error=str(error)
+                )
+                return
+            try:
+                async with asyncio.TaskGroup() as both:
+                    both.create_task(_outwards(stream, outside))
+                    both.create_task(_inwards(stream, outside))
+            except* (OSError, StreamReset, LinkLost):
+                pass  # one side broke off: both are cut below
+            finally:
+                outside[1].transport.abort()
+        finally:
+            # Harmless after both ends: the stream is over by then.
+            stream.reset()
+
+
+async def _outwards(stream: Stream, outside: Streams) -> None:
+    while data := await stream.read():
+        outside[1].write(data)
+        await outside[1].drain()
+    if outside[1].can_write_eof():
+        outside[1].write_eof()
+
+
+async def _inwards(stream: Stream, outside: Streams) -> None:
+    while data := await outside[0].read(CHUNK):
+        await stream.write(data)
+    stream.end()

@@ -1,0 +1,241 @@
+"""Files of an attended sandbox: a few requests, sent ahead of their answers, and the bytes on streams.
+
+Purpose: a link may have a tenth of a second between question and answer; a small file is read or written in one.
+
+Invariants: a write that is not committed is discarded; a read that is left early stops the sender; what the attendant
+refuses is the error of the operation on that path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_sandbox.attendant import frames
+from penstock_sandbox.backends.attended.link import Link
+from penstock_sandbox.backends.attended.messages import Described, Entries, Unpacked
+from penstock_sandbox.backends.attended.stream import LinkLost, Stream, StreamReset
+from penstock_sandbox.backends.base import FileReader, FileWriter
+from penstock_sandbox.backends.refusals import Refused, file_error
+from penstock_sandbox.model import FileInfo, FileKind
+
+_MAX_TREE_BYTES = 8 * 1024 * 1024 * 1024
+_MAX_TREE_ENTRIES = 500_000
+_CHUNK = 256 * 1024
+_D = TypeVar("_D", bound=BaseModel)
+_KINDS = {"file": FileKind.FILE, "directory": FileKind.DIRECTORY, "symlink": FileKind.SYMLINK, "other": FileKind.OTHER}
+
+
+def lost(error: LinkLost) -> PenstockError:
+    """The error of whoever used a sandbox that is gone."""
+    return FailedPrecondition("the sandbox is gone", reason="SANDBOX_LOST", metadata={"lost_reason": error.reason})
+
+
+class Files:
+    """The files of one sandbox."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    async def _ask(self, op: str, path: str, **fields: object) -> frames.Message:
+        try:
+            return await self._link.request(op, path=path, **fields)
+        except Refused as refusal:
+            raise file_error(refusal, path) from refusal
+        except LinkLost as error:
+            raise lost(error) from error
+
+    def _info(self, name: str, described: Described) -> FileInfo:
+        return FileInfo(
+            name, _KINDS[described.kind], described.size, described.mode, described.mtime_ns / 1e9, described.target
+        )
+
+    # Single files ------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def open_read(self, path: str, *, follow_symlink: bool) -> AsyncIterator[tuple[FileInfo, FileReader]]:
+        """Open a regular file; its bytes are on their way with the answer."""
+        stream = self._link.stream(window=frames.BULK_WINDOW, credit=0)
+        reader = _Reader(self._link, stream, path)
+        try:
+            answer = await self._ask("open_read", path, follow=follow_symlink, stream=stream.number)
+            yield self._info(os.path.basename(path), self._checked(Described, answer)), reader
+        finally:
+            reader.close()
+
+    @asynccontextmanager
+    async def open_write(self, path: str, mode: int) -> AsyncIterator[FileWriter]:
+        """Write a file; whether it could be opened shows with the first write that waits, at the latest at commit."""
+        writer = _Writer(self._link, path, mode)
+        try:
+            yield writer
+        finally:
+            writer.close()
+
+    async def stat(self, path: str) -> FileInfo:
+        """Describe a path."""
+        answer = await self._ask("stat", path)
+        return self._info(os.path.basename(path.rstrip("/")) or "/", self._checked(Described, answer))
+
+    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], bool]:
+        """A page of a directory."""
+        page = self._checked(Entries, await self._ask("list", path, after=after, limit=limit))
+        return [self._info(entry.name, entry) for entry in page.entries], page.more
+
+    async def make_directory(self, path: str, mode: int) -> None:
+        """Make a directory and its parents."""
+        await self._ask("mkdir", path, mode=mode)
+
+    async def remove(self, path: str, *, recursive: bool) -> None:
+        """Remove a file or a tree."""
+        await self._ask("remove", path, recursive=recursive)
+
+    # Trees -------------------------------------------------------------------------------------------------------
+
+    async def read_tree(self, path: str, max_bytes: int) -> AsyncIterator[bytes]:
+        """A tree as tar."""
+        stream = self._link.stream(window=frames.BULK_WINDOW, credit=0)
+        try:
+            try:
+                reply = self._link.ask("read_tree", path=path, max_bytes=max_bytes, stream=stream.number)
+                while not reply.done() or "errno" not in reply.result():
+                    data = await stream.read()
+                    if not data:
+                        break
+                    yield data
+                self._link.outcome(await reply)
+            finally:
+                stream.reset()
+        except (Refused, StreamReset) as refusal:
+            raise _refused(refusal, path) from refusal
+        except LinkLost as error:
+            raise lost(error) from error
+
+    async def write_tree(self, path: str, archive: int) -> tuple[int, int]:
+        """Send the tar in the file ``archive``; it is unpacked when all of it is there."""
+        stream = self._link.stream(window=0, credit=frames.BULK_WINDOW)
+        try:
+            opened = self._link.ask("spool", stream=stream.number)
+            offset = 0
+            while data := await asyncio.to_thread(os.pread, archive, _CHUNK, offset):
+                await stream.write(data)
+                offset += len(data)
+            unpacked = self._link.ask(
+                "write_tree",
+                path=path,
+                stream=stream.number,
+                max_bytes=_MAX_TREE_BYTES,
+                max_entries=_MAX_TREE_ENTRIES,
+            )
+            self._link.outcome(await opened)
+            answer = self._checked(Unpacked, self._link.outcome(await unpacked))
+            return answer.entries, answer.bytes
+        except (Refused, StreamReset) as refusal:
+            raise _refused(refusal, path) from refusal
+        except LinkLost as error:
+            raise lost(error) from error
+        finally:
+            stream.reset()
+
+    def _checked(self, kind: type[_D], message: frames.Message) -> _D:
+        try:
+            return self._link.checked(kind, message)
+        except LinkLost as error:
+            raise lost(error) from error
+
+
+class _Reader(FileReader):
+    """Reads on while the reader goes on where it was; a jump begins a new stream."""
+
+    def __init__(self, link: Link, stream: Stream, path: str) -> None:
+        self._link = link
+        self._stream = stream
+        self._path = path
+        self._offset = 0
+        self._pending = b""
+        self._ended = False
+
+    async def read(self, offset: int, length: int) -> bytes:
+        try:
+            if offset != self._offset:
+                await self._seek(offset)
+            if not self._pending and not self._ended:
+                self._pending = await self._stream.read()
+                self._ended = not self._pending
+        except (Refused, StreamReset) as refusal:
+            raise _refused(refusal, self._path) from refusal
+        except LinkLost as error:
+            raise lost(error) from error
+        data, self._pending = self._pending[:length], self._pending[length:]
+        self._offset += len(data)
+        return data
+
+    async def _seek(self, offset: int) -> None:
+        before = self._stream
+        self._stream = self._link.stream(window=frames.BULK_WINDOW, credit=0)
+        self._offset, self._pending, self._ended = offset, b"", False
+        before.close()
+        await self._link.request("seek", stream=before.number, next=self._stream.number, offset=offset)
+
+    def close(self) -> None:
+        self._stream.reset()
+
+
+class _Writer(FileWriter):
+    def __init__(self, link: Link, path: str, mode: int) -> None:
+        self._link = link
+        self._path = path
+        self._mode = mode
+        self._stream = link.stream(window=0, credit=frames.BULK_WINDOW)
+        try:
+            self._opened = link.ask("open_write", path=path, stream=self._stream.number)
+        except LinkLost as error:
+            raise lost(error) from error
+
+    async def write(self, data: bytes) -> None:
+        try:
+            if self._opened.done():
+                self._link.outcome(self._opened.result())
+            await self._stream.write(data)
+        except StreamReset as reset:
+            raise await self._reason(reset) from reset
+        except Refused as refusal:
+            raise file_error(refusal, self._path) from refusal
+        except LinkLost as error:
+            raise lost(error) from error
+
+    async def commit(self) -> None:
+        try:
+            committed = self._link.ask("commit", stream=self._stream.number, mode=self._mode)
+            self._link.outcome(await self._opened)
+            self._link.outcome(await committed)
+        except Refused as refusal:
+            raise file_error(refusal, self._path) from refusal
+        except LinkLost as error:
+            raise lost(error) from error
+        self._stream.close()
+
+    async def _reason(self, reset: StreamReset) -> PenstockError:
+        """Why nobody takes the bytes: the file could not be opened, or not be written to."""
+        try:
+            self._link.outcome(await self._opened)
+        except Refused as refusal:
+            return file_error(refusal, self._path)
+        except LinkLost as error:
+            return lost(error)
+        return _refused(reset, self._path)
+
+    def close(self) -> None:
+        self._stream.reset()
+
+
+def _refused(error: Refused | StreamReset, path: str) -> PenstockError:
+    if isinstance(error, StreamReset):
+        error = Refused(error.errno, os.strerror(error.errno))
+    return file_error(error, path)

@@ -1,0 +1,97 @@
+"""The byte streams over which the service speaks to an attendant; a backend opens them, as often as is asked for.
+
+Purpose: whatever can run ``attach`` (or ``put`` and ``attach --output-only``) in a sandbox and carry its standard input
+and output is a ``Pipe``. It may break at any time; the link over it loses nothing by that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+from penstock_sandbox.attendant import connections, frames
+
+_READ = 256 * 1024
+
+
+class Pipe(Protocol):
+    """A byte stream in both directions, opened outwards by the service."""
+
+    async def send(self, data: bytes) -> None:
+        """Send all of ``data``, waiting while the other side takes no more; raises when the pipe is broken."""
+
+    def received(self) -> AsyncIterator[bytes]:
+        """What comes, as it comes; ends (or raises) when the pipe does. Used once."""
+
+    async def aclose(self) -> None:
+        """Give the pipe up; harmless when it is broken."""
+
+
+Opener = Callable[[], Awaitable[Pipe]]
+"""Opens a pipe to a sandbox's attendant. Raises SandboxGone where there is no sandbox to open one to."""
+
+
+class SandboxGone(Exception):
+    """The backend knows that the sandbox has ended: nobody need try again. ``reason`` is UPPER_SNAKE."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Armoured:
+    """A pipe whose other end was started with ``--armour``: lines of printable text instead of bytes."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+
+    async def send(self, data: bytes) -> None:
+        await self._pipe.send(frames.armour(data))
+
+    async def received(self) -> AsyncIterator[bytes]:
+        clear = frames.Unarmour()
+        async for data in self._pipe.received():
+            if plain := clear.feed(data):
+                yield plain
+
+    async def aclose(self) -> None:
+        await self._pipe.aclose()
+
+
+class StreamPipe:
+    """A pipe over asyncio's streams; ``close`` ends what is behind them, such as a process."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._close = close
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def received(self) -> AsyncIterator[bytes]:
+        while data := await self._reader.read(_READ):
+            yield data
+
+    async def aclose(self) -> None:
+        self._writer.transport.abort()
+        if self._close is not None:
+            await self._close()
+
+
+def unix_socket(path: str) -> Opener:
+    """Opens pipes to the socket of an attendant on this machine, without an ``attach`` between."""
+
+    async def connect() -> Pipe:
+        reader, writer = await asyncio.open_unix_connection(path, limit=_READ)
+        writer.write(connections.ATTACH)
+        return StreamPipe(reader, writer)
+
+    return connect

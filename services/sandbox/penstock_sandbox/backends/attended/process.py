@@ -1,0 +1,143 @@
+"""A process in an attended sandbox: its streams on the link, its end from the attendant.
+
+Invariants: nothing is delivered after ``lost``; the exit is delivered at most once, after what was written before it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from penstock_chassis.errors import Internal
+from penstock_sandbox.attendant import frames
+from penstock_sandbox.backends.attended.link import Link
+from penstock_sandbox.backends.attended.messages import Exited
+from penstock_sandbox.backends.attended.stream import LinkLost, Stream, StreamReset
+from penstock_sandbox.backends.base import ProcessHandle, ProcessSink, RawExit
+from penstock_sandbox.backends.refusals import Refused
+from penstock_sandbox.model import PtySize
+from penstock_sandbox.model import Stream as Output
+
+_END_OF_TYPING = b"\x04"
+
+
+class AttendedProcess(ProcessHandle):
+    """One process. ``oom_kills`` counts the kernel's kills for memory, where the backend can; else the attendant does."""
+
+    def __init__(
+        self,
+        link: Link,
+        sink: ProcessSink,
+        forget: Callable[[int], None],
+        oom_kills: Callable[[], int] | None,
+        *,
+        stdin: bool,
+        pty: bool,
+    ) -> None:
+        self.number = link.next_number()
+        self._link = link
+        self._sink = sink
+        self._forget = forget
+        self._oom_kills = oom_kills
+        self._oom_kills_before = oom_kills() if oom_kills is not None else 0
+        self._pty = pty
+        self._over = False
+        self._stdin: Stream | None = None
+        if stdin or pty:
+            self._stdin = link.stream(window=0, credit=frames.ENDPOINT_WINDOW)
+        self._outputs = {
+            output: self._output(output) for output in (Output.STDOUT, *(() if pty else (Output.STDERR,)))
+        }
+
+    def _output(self, output: Output) -> Stream:
+        stream = self._link.stream(window=frames.BULK_WINDOW, credit=0)
+
+        def receive(data: bytes) -> None:
+            if self._over:
+                return
+            if data:
+                self._sink.output(output, data)
+            else:
+                self._sink.closed(output)
+
+        stream.receiver = receive
+        return stream
+
+    def streams(self) -> frames.Message:
+        """The streams' numbers, as a start request names them."""
+        return {
+            "process": self.number,
+            "stdin": self._stdin.number if self._stdin is not None else 0,
+            **{output.name.lower(): stream.number for output, stream in self._outputs.items()},
+        }
+
+    def exited(self, ended: Exited) -> None:
+        """The attendant told its end."""
+        if self._over:
+            return
+        oom = ended.oom
+        if self._oom_kills is not None:
+            killed = ended.signal == signal.SIGKILL or ended.code == 128 + signal.SIGKILL
+            oom = killed and self._oom_kills() > self._oom_kills_before
+        if self._stdin is not None:
+            # Nobody reads any more, whoever else still holds the pipe.
+            self._stdin.close()
+        self._sink.exited(RawExit(ended.code, ended.signal, oom, ended.cpu_s, ended.peak_bytes))
+
+    def lose(self) -> None:
+        """The sandbox is gone."""
+        if not self._over:
+            self._over = True
+            self._sink.lost()
+
+    def drop(self) -> None:
+        """It never ran, or is forgotten: its streams are for nobody."""
+        self._over = True
+        for stream in (*self._outputs.values(), *([self._stdin] if self._stdin is not None else [])):
+            stream.close()
+
+    async def write_stdin(self, data: bytes) -> None:
+        if self._stdin is None:
+            raise BrokenPipeError
+        try:
+            await self._stdin.write(data)
+        except (StreamReset, LinkLost) as error:
+            raise BrokenPipeError from error
+
+    async def close_stdin(self) -> None:
+        if self._stdin is None:
+            return
+        if self._pty:
+            # A terminal has no half-close: what a person types is the end-of-file character.
+            await self.write_stdin(_END_OF_TYPING)
+        else:
+            self._stdin.end()
+
+    async def resize(self, size: PtySize) -> None:
+        await self._ask("resize", size=(size.rows, size.columns))
+
+    async def signal(self, number: int) -> None:
+        try:
+            await self._ask("signal", signal=int(number))
+        except Refused as refusal:
+            raise Internal(f"the signal was not sent: {refusal.what}", reason="SIGNAL_FAILED") from refusal
+
+    async def kill(self) -> None:
+        try:
+            await self._ask("kill")
+        except Refused as refusal:
+            raise Internal(f"the process tree was not killed: {refusal.what}", reason="KILL_FAILED") from refusal
+
+    async def aclose(self) -> None:
+        self.drop()
+        self._forget(self.number)
+        try:
+            await self._ask("forget")
+        except Refused as refusal:
+            raise Internal(f"the process was not forgotten: {refusal.what}", reason="FILE_OPERATION_FAILED") from refusal
+
+    async def _ask(self, op: str, **fields: object) -> None:
+        try:
+            await self._link.request(op, process=self.number, **fields)
+        except LinkLost:
+            return  # with the sandbox everything in it ended, and it is told as lost

@@ -1,0 +1,163 @@
+"""Streams of a link: bytes in order, in both directions, with windows, ends and resets.
+
+Invariants
+- What is sent never exceeds the other side's window, and what comes may not exceed ours.
+- Whoever reads gives credit back as it takes, in few large amounts; a stream with a ``receiver`` takes at once.
+- After a reset, a loss or ``reset()`` both directions fail at once; nothing waits for a stream that is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock_sandbox.attendant import frames
+from penstock_sandbox.attendant.frames import Malformed
+
+
+class LinkLost(Exception):
+    """The sandbox is gone, or can be reached no more; ``reason`` is UPPER_SNAKE."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class StreamReset(Exception):
+    """The other side broke the stream off: the kernel's ``errno``, where there is one."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"the stream was broken off ({errno.errorcode.get(number, number)})")
+        self.errno = number
+
+
+class Speaker(Protocol):
+    """What a stream needs of its link."""
+
+    def say(self, kind: int, stream: int, payload: bytes) -> None:
+        """Say a frame."""
+
+    async def room(self) -> None:
+        """Wait while too much is said and not heard."""
+
+    def forget(self, number: int) -> None:
+        """The stream is over."""
+
+
+class Stream:
+    """One stream. ``receiver`` may be set before anything comes: it gets each piece, and b"" at the end."""
+
+    def __init__(self, link: Speaker, number: int, window: int, credit: int) -> None:
+        self.number = number
+        self.receiver: Callable[[bytes], None] | None = None
+        self._link = link
+        self._window = window
+        self._credit = credit
+        self._pieces: deque[bytes] = deque()
+        self._unread = 0
+        self._taken = 0
+        self._heard_end = False
+        self._said_end = False
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
+
+    # What comes --------------------------------------------------------------------------------------------------
+
+    def heard(self, frame: frames.Frame) -> None:
+        """A frame of this stream came. Raises Malformed for one that breaks the rules."""
+        match frame.kind:
+            case frames.DATA:
+                self._data(frame.payload)
+            case frames.END:
+                self._heard_end = True
+                if self.receiver is not None:
+                    self.receiver(b"")
+                self._settle()
+            case frames.RESET:
+                number = frames.parse_message(frame.payload).get("errno") if frame.payload else None
+                self.fail(StreamReset(number if isinstance(number, int) else errno.ECONNRESET))
+                self._link.forget(self.number)
+            case frames.CREDIT:
+                self._credit += frames.parse_amount(frame.payload)
+        self._changed.set()
+
+    def _data(self, data: bytes) -> None:
+        if self._heard_end or self._unread + len(data) > self._window:
+            raise Malformed(f"stream {self.number} is {len(data)} bytes over its window or its end")
+        if self.receiver is not None:
+            self.receiver(data)
+            self._take(len(data))
+        else:
+            self._pieces.append(data)
+            self._unread += len(data)
+
+    def _take(self, amount: int) -> None:
+        self._taken += amount
+        if self._taken >= self._window // 4 and not self._heard_end and self._failure is None:
+            self._link.say(frames.CREDIT, self.number, frames.pack_amount(self._taken))
+            self._taken = 0
+
+    async def read(self) -> bytes:
+        """The next piece; empty at the end. Raises StreamReset or LinkLost."""
+        while not self._pieces:
+            if self._failure is not None:
+                raise self._failure
+            if self._heard_end:
+                return b""
+            await self._change()
+        data = self._pieces.popleft()
+        self._unread -= len(data)
+        self._take(len(data))
+        return data
+
+    # What goes ---------------------------------------------------------------------------------------------------
+
+    async def write(self, data: bytes) -> None:
+        """Send all of ``data``, waiting for the window. Raises StreamReset or LinkLost."""
+        view = memoryview(data)
+        while view:
+            await self._link.room()
+            while self._credit <= 0 and self._failure is None:
+                await self._change()
+            if self._failure is not None:
+                raise self._failure
+            piece = view[: min(frames.PIECE, self._credit)]
+            self._credit -= len(piece)
+            self._link.say(frames.DATA, self.number, bytes(piece))
+            view = view[len(piece) :]
+
+    def end(self) -> None:
+        """Send no more; harmless when it was said or the stream is over."""
+        if not self._said_end and self._failure is None:
+            self._said_end = True
+            self._link.say(frames.END, self.number, b"")
+            self._settle()
+
+    def reset(self) -> None:
+        """Break it off, in both directions; harmless when it is over."""
+        if self._failure is None:
+            self.fail(StreamReset(errno.ECANCELED))
+            self._link.say(frames.RESET, self.number, b"")
+            self._link.forget(self.number)
+
+    def fail(self, failure: Exception) -> None:
+        """It is over: every waiter fails with ``failure``."""
+        if self._failure is None:
+            self._failure = failure
+            self._changed.set()
+
+    def close(self) -> None:
+        """Forget it: what it was for has ended at both sides."""
+        self.fail(StreamReset(errno.EPIPE))
+        self._link.forget(self.number)
+
+    def _settle(self) -> None:
+        if self._heard_end and self._said_end:
+            self._link.forget(self.number)
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
