@@ -23,7 +23,7 @@ _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
 _CHUNK = 256 * 1024
 
 
-class _Collector(io.RawIOBase):
+class Collector(io.RawIOBase):
     """A write-only file that hands out what was written."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ def diff(upper: Path, hidden: frozenset[str]) -> Iterator[bytes | list[str]]:
 
     ``hidden`` are paths relative to the root that are no change of the sandbox's, such as mount points.
     """
-    sink = _Collector()
+    sink = Collector()
     deleted: list[str] = []
     archive = tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - closed between yields
     for folder, folders, files, descriptor in os.fwalk(upper):
@@ -75,7 +75,7 @@ def diff(upper: Path, hidden: frozenset[str]) -> Iterator[bytes | list[str]]:
 
 def _add(
     archive: tarfile.TarFile,
-    sink: _Collector,
+    sink: Collector,
     folder: int,
     name: str,
     relative: str,

@@ -1,0 +1,142 @@
+"""A sandbox's container as the daemon is asked for it: everything that isolates it, in one place.
+
+Invariants
+- No capability, no new privileges, no log, no network but what the policy says, no swap beyond the memory limit, no
+  core dumps. The first process runs as nobody, the agent as another user, and neither is root.
+- Nothing of the caller's is passed through: no mount of the host's but toolboxes, no option, no environment. What
+  processes get in their environment never passes the daemon, so ``docker inspect`` shows no secret (R1, R47).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from penstock_sandbox.backends.docker import hold
+from penstock_sandbox.backends.docker.daemon import Json
+from penstock_sandbox.backends.docker.images import WORKDIR, Account
+from penstock_sandbox.model import NetworkKind, Resources
+
+NOBODY: Final = "65534:65534"
+
+# What a sidecar needs beyond nothing: to enter the sandbox's namespaces, and to become its user there.
+_SIDECAR_CAPABILITIES = (
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "DAC_READ_SEARCH",
+    "FOWNER",
+    "KILL",
+    "SETGID",
+    "SETPCAP",
+    "SETUID",
+    "SYS_ADMIN",
+    "SYS_CHROOT",
+    "SYS_PTRACE",
+)
+
+
+def sandbox(
+    image: str,
+    labels: Mapping[str, str],
+    account: Account,
+    resources: Resources,
+    network: NetworkKind,
+    *,
+    mounts: Sequence[Mapping[str, Any]],
+    tmp_bytes: int,
+    read_only: bool,
+    runtime: str,
+) -> tuple[Json, Json]:
+    """The container of a sandbox: its own settings, and those of its host part."""
+    settings: Json = {
+        "image": image,
+        "entrypoint": [hold.PATH],
+        "command": [],
+        "user": NOBODY,
+        "hostname": "sandbox",
+        "working_dir": "/",
+        "labels": dict(labels),
+        "healthcheck": {"test": ["NONE"]},
+        "stop_signal": "SIGKILL",
+    }
+    # 1777 as everywhere; programs are built and run there.
+    tmpfs = {"/tmp": f"rw,exec,nosuid,nodev,mode=1777,size={tmp_bytes}"}  # noqa: S108 - a path in the sandbox
+    if read_only:
+        for folder in (account.home, WORKDIR):
+            tmpfs[folder] = (
+                f"rw,exec,nosuid,nodev,mode=755,uid={account.uid},gid={account.gid},size="
+                f"{resources.disk_bytes or tmp_bytes}"
+            )
+    host: Json = {
+        **_hardening(),
+        **_limits(resources),
+        "network_mode": "bridge" if network is NetworkKind.OPEN else "none",
+        "ipc_mode": "private",
+        "shm_size": tmp_bytes,
+        "tmpfs": tmpfs,
+        "read_only": read_only,
+        "mounts": [dict(mount) for mount in mounts],
+    }
+    if network is not NetworkKind.OPEN:
+        # Else the daemon copies the host's resolver into the container.
+        host["dns"] = ["127.0.0.1"]
+        host["dns_search"] = ["."]
+    if not read_only and resources.disk_bytes is not None:
+        host["storage_opt"] = {"size": str(resources.disk_bytes)}
+    if runtime:
+        host["runtime"] = runtime
+    return settings, host
+
+
+def sidecar(
+    image: str, labels: Mapping[str, str], sandbox_container: str, argv: Sequence[str], resources: Resources
+) -> tuple[Json, Json]:
+    """The container beside a sandbox that serves it. What it starts counts towards its own limits, which are the same.
+
+    It shares the process and network namespaces of the sandbox and enters the others, for which it has capabilities;
+    what it starts in the sandbox has none of them.
+    """
+    settings: Json = {
+        "image": image,
+        "entrypoint": list(argv),
+        "command": [],
+        "user": "0:0",
+        "working_dir": "/",
+        "labels": dict(labels),
+        "healthcheck": {"test": ["NONE"]},
+        "stop_signal": "SIGKILL",
+    }
+    host: Json = {
+        **_hardening(),
+        **_limits(resources),
+        "cap_add": list(_SIDECAR_CAPABILITIES),
+        "pid_mode": f"container:{sandbox_container}",
+        "network_mode": f"container:{sandbox_container}",
+        "ipc_mode": "private",
+        "tmpfs": {"/run": "rw,noexec,nosuid,nodev,mode=700,size=16777216"},
+        "read_only": True,
+    }
+    return settings, host
+
+
+def _hardening() -> Json:
+    return {
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges"],
+        "log_driver": "none",
+        "restart_policy": {"Name": "no"},
+        # How many files may be open is the attendant's business: what it starts has its limits.
+        "ulimits": [{"name": "core", "soft": 0, "hard": 0}],
+    }
+
+
+def _limits(resources: Resources) -> Json:
+    limits: Json = {}
+    if resources.memory_bytes is not None:
+        # Without swap the limit is the limit.
+        limits["mem_limit"] = limits["memswap_limit"] = resources.memory_bytes
+    if resources.pids is not None:
+        limits["pids_limit"] = resources.pids
+    if resources.cpu is not None:
+        limits["nano_cpus"] = round(resources.cpu * 1e9)
+    return limits

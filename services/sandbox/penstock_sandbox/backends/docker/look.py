@@ -1,0 +1,91 @@
+"""What the backend looks at in a trial sandbox before it claims anything (R55).
+
+Invariants: the trial is looked at from inside, by the same way as every sandbox is used; nothing but a shell's own
+commands is needed in the image; whatever does not hold is told in words, and then the backend claims nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock_sandbox.backends.base import ProcessSink, RawExit, SandboxHandle, StartFailed
+from penstock_sandbox.model import Stream
+
+_DEADLINE_S = 30.0
+
+# Each line printed is a claim that does not hold. The shell's own commands only: an image may have few others.
+_LOOK = r"""
+cd /
+status() { while read -r key value; do [ "$key" = "$1:" ] && echo "$value"; done < /proc/self/status; }
+for set in CapInh CapPrm CapEff CapBnd CapAmb; do
+  case "$(status $set)" in *[!0]*) echo "capabilities remain: $set";; esac
+done
+[ "$(status NoNewPrivs)" = 1 ] || echo "privileges can be gained"
+[ "$(status Seccomp)" = 2 ] || echo "system calls are not filtered"
+case "$(status Uid)" in 0*|*[!0-9]0*) echo "it runs as root";; esac
+set -- /proc/[0-9]*
+[ $# -lt 12 ] || echo "processes of the host are visible"
+interfaces=0
+while read -r line; do case "$line" in *:*) interfaces=$((interfaces + 1));; esac; done < /proc/net/dev
+[ $interfaces -le 1 ] || echo "network interfaces beside loopback"
+for path in "$PWD_GIVEN" "$HOME" /tmp; do
+  (: > "$path/trial") 2>/dev/null || echo "$path cannot be written"
+done
+for path in /usr/trial /etc/passwd /proc/sys/kernel/core_pattern /opt/penstock/trial; do
+  (: >> "$path") 2>/dev/null && echo "$path can be written"
+done
+for process in /proc/[0-9]*; do
+  number=${process#/proc/}
+  [ "$number" = $$ ] && continue
+  (kill -0 $number) 2>/dev/null && echo "process $number can be signalled"
+  (: < $process/environ) 2>/dev/null && echo "process $number can be read"
+done
+echo looked
+read -r line
+exit 0
+"""
+
+
+async def look(handle: SandboxHandle, shell: str) -> tuple[str, int | None]:
+    """What a sandbox that should be closed lets through (empty: nothing), and its processes while one ran."""
+    sink = _Probe()
+    env = {**handle.default_env, "PWD_GIVEN": handle.workdir}
+    try:
+        process = await handle.start([shell, "-c", _LOOK], env, handle.workdir, sink, stdin=True, pty=None)
+    except StartFailed as error:
+        return f"{shell} cannot be run in the image: {error}", None
+    async with asyncio.timeout(_DEADLINE_S):
+        await sink.looked.wait()
+        running = (await handle.stats()).pids
+        await process.close_stdin()
+        ended = await sink.ended
+    await process.aclose()
+    if ended is None or not sink.text.endswith(b"looked\n"):
+        return f"the trial process did not finish: {sink.text[-500:].decode(errors='replace')}", None
+    return sink.text.decode(errors="replace").removesuffix("looked\n").strip().replace("\n", "; "), running
+
+
+class _Probe(ProcessSink):
+    """Collects what the trial process says."""
+
+    def __init__(self) -> None:
+        self.text = b""
+        self.looked = asyncio.Event()
+        self.ended: asyncio.Future[RawExit | None] = asyncio.get_running_loop().create_future()
+
+    def output(self, stream: Stream, data: bytes) -> None:
+        self.text += data
+        if b"looked\n" in self.text:
+            self.looked.set()
+
+    def closed(self, stream: Stream) -> None:
+        if stream is Stream.STDOUT:
+            self.looked.set()
+
+    def exited(self, exit: RawExit) -> None:  # noqa: A002
+        self.ended.set_result(exit)
+
+    def lost(self) -> None:
+        self.looked.set()
+        if not self.ended.done():
+            self.ended.set_result(None)

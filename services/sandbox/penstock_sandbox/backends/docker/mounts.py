@@ -1,0 +1,94 @@
+"""Directories of this machine as containers see them: bound where the daemon has the same files, else copied once.
+
+Purpose: a daemon on another machine, or beside this service in a container of its own, does not see what this service
+sees. ``open`` asks it by a bind that only the same file system can satisfy.
+
+Invariants: read-only in every sandbox; a copy is filled once, whoever asks, and lives as long as this run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from penstock_sandbox.backends.base import MountedToolbox
+from penstock_sandbox.backends.docker.daemon import Daemon, Json
+from penstock_sandbox.backends.docker.reaper import Owner, Reaper
+from penstock_sandbox.backends.local.layers import Collector
+
+_FILL = "/fill"
+
+
+class Mounts:
+    """The mounts of one daemon's containers. ``same_files`` is set once by who probed."""
+
+    def __init__(self, daemon: Daemon, owner: Owner, reaper: Reaper) -> None:
+        self._daemon = daemon
+        self._owner = owner
+        self._reaper = reaper
+        self._filled: dict[str, asyncio.Task[None]] = {}
+        self.same_files = False
+
+    async def aclose(self) -> None:
+        """Remove the copies; no container may use them any more."""
+        for name, task in self._filled.items():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self._reaper.volume(name)
+
+    async def of(self, toolboxes: Sequence[MountedToolbox], image: str) -> list[Json]:
+        """The mounts for toolboxes and the runtimes that they need; ``image`` is any image that the daemon has."""
+        wanted: dict[str, Path] = {}
+        for toolbox in toolboxes:
+            wanted[toolbox.mount_path] = toolbox.source
+            wanted.update(toolbox.runtimes)
+        return [await self._mount(source, target, image) for target, source in sorted(wanted.items())]
+
+    async def _mount(self, source: Path, target: str, image: str) -> Json:
+        if self.same_files:
+            return bind(source, target)
+        name = f"penstock-{self._owner.run}-{hashlib.sha256(str(source).encode()).hexdigest()[:16]}"
+        task = self._filled.get(name)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._filled[name] = asyncio.create_task(self._fill(name, source, image), name=f"fill-{name}")
+        await asyncio.shield(task)
+        return {"type": "volume", "source": name, "target": target, "read_only": True, "no_copy": True}
+
+    async def _fill(self, name: str, source: Path, image: str) -> None:
+        await self._daemon.create_volume(name, self._owner.labels("toolbox"))
+        settings: Json = {"image": image, "command": ["-"], "entrypoint": ["-"], "labels": self._owner.labels("making")}
+        mount = {"type": "volume", "source": name, "target": _FILL, "no_copy": True}
+        container = await self._daemon.create("", settings, {"network_mode": "none", "mounts": [mount]})
+        try:
+            await self._daemon.put(container, _FILL, _packed(source))
+        finally:
+            await asyncio.shield(asyncio.ensure_future(self._reaper.container(container)))
+
+
+def bind(source: Path, target: str) -> Json:
+    """A read-only mount of a directory that the daemon sees at the same place."""
+    return {"type": "bind", "source": str(source), "target": target, "read_only": True, "propagation": "rprivate"}
+
+
+def _packed(folder: Path) -> Iterator[bytes]:
+    """A directory as a tar, in chunks while it is read: never whole in memory."""
+    sink = Collector()
+    with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for parent, folders, files in os.walk(folder):
+            for name in sorted((*folders, *files)):
+                path = Path(parent, name)
+                member = archive.gettarinfo(path, str(path.relative_to(folder)))
+                member.uid = member.gid = 0
+                member.uname = member.gname = ""
+                if member.isreg():
+                    with path.open("rb") as content:
+                        archive.addfile(member, content)
+                else:
+                    archive.addfile(member)
+                if sink.size:
+                    yield sink.take()
+    yield sink.take()

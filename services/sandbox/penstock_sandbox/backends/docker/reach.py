@@ -1,0 +1,314 @@
+"""The two ways into a sandbox: this service enters its namespaces, or a container beside it does.
+
+Purpose: both start the same attendant, which serves the sandbox over one byte stream; what differs is who starts it
+and how its socket is reached. Neither needs anything in the sandbox's image.
+
+- Direct: this service is root on the daemon's machine and sees the container's first process. It starts the attendant
+  itself and connects to its socket.
+- Sidecar: any daemon. A second container shares the sandbox's process and network namespaces, enters the others, and
+  runs the attendant; a command in it, whose pipes the daemon carries, joins the service with its socket.
+
+Invariants: an attendant ends with the sandbox's first process, whoever started it; what belongs to a reached sandbox
+beside its container is removed by ``Reached.close``.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock_chassis.errors import Internal, Unavailable
+from penstock_sandbox.attendant import program
+from penstock_sandbox.backends.attended.pipe import Opener, Pipe, SandboxGone, unix_socket
+from penstock_sandbox.backends.docker import cgroups, confinement, container, hold
+from penstock_sandbox.backends.docker.daemon import Daemon, Missing, Refused
+from penstock_sandbox.backends.docker.images import OURS, Images, ReadyImage
+from penstock_sandbox.backends.docker.reaper import SANDBOX, Owner, Reaper
+from penstock_sandbox.backends.docker.wire import CommandPipes, Wire
+from penstock_sandbox.backends.local.cgroups import Group
+from penstock_sandbox.model import Resources, Stats
+
+_LONGEST_SOCKET = 100
+_START_S = 30.0
+_PROGRAM = f"{OURS}/attendant"
+_FILTER = f"{OURS}/filter"
+_SOCKET = "/run/attendant/socket"
+
+SIDECAR_SUFFIX = "-sidecar"
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A sandbox's container that runs: its name, its id, and its first process as the daemon's machine numbers it."""
+
+    sandbox_id: str
+    name: str
+    id: str
+    pid: int
+    image: ReadyImage
+    workdir: str
+    resources: Resources
+
+    @property
+    def user(self) -> str:
+        """The workload's ids, as the attendant takes them."""
+        return f"{self.image.account.uid}:{self.image.account.gid}"
+
+
+class Reached(abc.ABC):
+    """A way into one sandbox: ``opener`` opens pipes to its attendant."""
+
+    opener: Opener
+    oom_kills: Callable[[], int] | None = None
+    """Counts the kernel's kills for memory, where this service can; else the attendant does."""
+
+    @abc.abstractmethod
+    async def stats(self) -> Stats:
+        """What the workload uses, as its limits count it."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Remove what the way in needed; the sandbox's container is dead or about to be removed."""
+
+
+class Reach(abc.ABC):
+    """One of the two ways."""
+
+    name: str
+
+    @abc.abstractmethod
+    async def open(self) -> None:
+        """Get ready. Raises PenstockError where this way cannot be had."""
+
+    @abc.abstractmethod
+    async def aclose(self) -> None:
+        """Release what ``open`` took."""
+
+    @abc.abstractmethod
+    async def reach(self, started: Started) -> Reached:
+        """Start an attendant for a container. Raises PenstockError; then nothing of it is left."""
+
+
+# Direct --------------------------------------------------------------------------------------------------------------
+
+
+class Direct(Reach):
+    """This service enters containers itself."""
+
+    name = "direct"
+
+    def __init__(self, state_dir: Path) -> None:
+        self._wanted = state_dir / "attendants"
+        self._folder = self._wanted
+        self._filters: dict[str, Path] = {}
+
+    async def open(self) -> None:
+        if os.geteuid() != 0:
+            raise Unavailable("only root can enter containers", reason="DOCKER_UNREACHABLE")
+        shutil.rmtree(self._wanted, ignore_errors=True)
+        # The name of a socket may not be long.
+        if len(str(self._wanted)) > _LONGEST_SOCKET - 48:
+            self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    async def aclose(self) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._folder, True)
+
+    async def reach(self, started: Started) -> Reached:
+        folder = self._folder / started.sandbox_id
+        try:
+            group, joins = await asyncio.to_thread(cgroups.of_container, started.pid, started.id)
+            first = Path(f"/proc/{started.pid}/cmdline").read_bytes()
+            if first != hold.PATH.encode() + b"\0":
+                raise ProcessLookupError(f"process {started.pid} is not the container's")
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            raise Unavailable(f"the container cannot be entered: {error}", reason="CREATE_FAILED") from error
+        try:
+            socket = folder / "socket"
+            argv = ["serve", "--socket", str(socket), "--enter", str(started.pid), "--user", started.user]
+            argv += ["--home", started.image.account.home, "--workdir", started.workdir]
+            argv += ["--seccomp", str(self._filter(started.image.architecture))]
+            for join in joins:
+                argv += ["--cgroup", join]
+            await _run_attendant(argv)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, folder, True)
+            raise
+        return _Entered(folder, unix_socket(str(socket)), group)
+
+    def _filter(self, architecture: str) -> Path:
+        path = self._filters.get(architecture)
+        if path is None:
+            path = self._folder / f"filter-{architecture}"
+            path.write_bytes(confinement.program(architecture))
+            self._filters[architecture] = path
+        return path
+
+
+class _Entered(Reached):
+    def __init__(self, folder: Path, opener: Opener, group: Group) -> None:
+        self._folder = folder
+        self._group = group
+        self.opener = opener
+        self.oom_kills = group.oom_kills
+
+    async def stats(self) -> Stats:
+        return await asyncio.to_thread(self._group.stats)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._folder, True)
+
+
+async def _run_attendant(argv: list[str]) -> None:
+    """Run ``serve`` to where its daemon listens. Raises Internal (CREATE_FAILED)."""
+    code = "import sys; from penstock_sandbox.attendant.main import main; sys.exit(main())"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-sPc",
+        code,
+        *argv,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        # Nothing of the service's own environment (R12).
+        env={"PATH": "/usr/bin:/bin"},
+        cwd="/",
+    )
+    try:
+        async with asyncio.timeout(_START_S):
+            _, errors = await process.communicate()
+    except TimeoutError as error:
+        raise Internal("the attendant did not start in time", reason="CREATE_FAILED") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await asyncio.shield(process.wait())
+    if process.returncode != 0:
+        what = errors.decode(errors="replace").strip()
+        raise Internal(f"the sandbox could not be entered: {what}", reason="CREATE_FAILED")
+
+
+# Sidecar -------------------------------------------------------------------------------------------------------------
+
+
+class Sidecar(Reach):
+    """A container beside each sandbox, by way of the daemon alone."""
+
+    name = "sidecar"
+
+    def __init__(self, daemon: Daemon, wire: Wire, images: Images, owner: Owner, reaper: Reaper, image: str) -> None:
+        self._daemon = daemon
+        self._wire = wire
+        self._images = images
+        self._owner = owner
+        self._reaper = reaper
+        self._base = image
+        self._image = ""
+
+    async def open(self) -> None:
+        base = await self._images.ready(self._base)
+        files = {_PROGRAM: program.text().encode(), _FILTER: confinement.program(base.architecture)}
+        self._image = await self._images.with_files(base.name, files)
+
+    async def aclose(self) -> None:
+        return
+
+    async def reach(self, started: Started) -> Reached:
+        name = started.name + SIDECAR_SUFFIX
+        serve = f"python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --user {started.user} --seccomp {_FILTER}"
+        serve += f" --home {started.image.account.home} --workdir {started.workdir}"
+        # The shell only so that the container lives on as its own first process: no text of a caller's is in it.
+        argv = ["/bin/sh", "-c", f"{serve} && exec {hold.PATH}"]
+        labels = {**self._owner.labels("sidecar"), SANDBOX: started.sandbox_id}
+        settings, host = container.sidecar(self._image, labels, started.id, argv, started.resources)
+        reached = _Beside(self._daemon, self._wire, self._reaper, name)
+        try:
+            await self._daemon.create(name, settings, host)
+            await self._daemon.start(name)
+        except Refused as error:
+            await asyncio.shield(asyncio.ensure_future(reached.close()))
+            raise Internal(f"the sidecar could not be started: {error.what}", reason="CREATE_FAILED") from error
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(reached.close()))
+            raise
+        return reached
+
+
+class _Beside(Reached):
+    def __init__(self, daemon: Daemon, wire: Wire, reaper: Reaper, name: str) -> None:
+        self._daemon = daemon
+        self._wire = wire
+        self._reaper = reaper
+        self._name = name
+        self.opener = self._open
+
+    async def _open(self) -> Pipe:
+        stack = AsyncExitStack()
+        try:
+            execution = await self._daemon.execute(self._name, ["python3", _PROGRAM, "attach", "--socket", _SOCKET])
+            return _CommandPipe(await stack.enter_async_context(self._wire.command(execution)), stack)
+        except Missing as error:
+            raise SandboxGone("SIDECAR_ENDED") from error
+        except Refused as error:
+            await stack.aclose()
+            if error.status == 409:
+                raise SandboxGone("SIDECAR_ENDED") from error
+            raise
+        except BaseException:
+            await stack.aclose()
+            raise
+
+    async def stats(self) -> Stats:
+        return _figures(await self._daemon.stats(self._name))
+
+    async def close(self) -> None:
+        await self._reaper.container(self._name)
+
+
+class _CommandPipe:
+    """A pipe over a command's input and output; closing it ends its connection, and with that the command."""
+
+    def __init__(self, pipes: CommandPipes, stack: AsyncExitStack) -> None:
+        self._pipes = pipes
+        self._stack = stack
+
+    async def send(self, data: bytes) -> None:
+        await self._pipes.write(data)
+
+    async def received(self) -> AsyncIterator[bytes]:
+        async for data in self._pipes.output():
+            yield data
+        if self._pipes.errors:
+            raise OSError(self._pipes.errors.decode(errors="replace").strip())
+
+    async def aclose(self) -> None:
+        await self._stack.aclose()
+
+
+def _figures(sample: dict[str, object]) -> Stats:
+    memory, pids, cpu = (_part(sample, name) for name in ("memory_stats", "pids_stats", "cpu_stats"))
+    used = _part(cpu, "cpu_usage").get("total_usage")
+    return Stats(
+        memory_bytes=_count(memory.get("usage")),
+        memory_peak_bytes=_count(memory.get("max_usage")),
+        pids=_count(pids.get("current")),
+        cpu_s=used / 1e9 if isinstance(used, int) else None,
+    )
+
+
+def _part(whole: dict[str, object], name: str) -> dict[str, object]:
+    part = whole.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) else None

@@ -1,0 +1,146 @@
+"""The removal of what this backend made with a daemon: now, later if need be, and what an earlier run left.
+
+Purpose: every container, image and volume carries the label of the instance (one state directory, for ever) and of the
+run (one start of the service). What is of this instance and of another run is nobody's, since a start adopts nothing.
+
+Invariants
+- Only what carries this instance's label is ever removed.
+- A removal that fails is tried again, for ever, ever more rarely; nobody waits for it.
+- The daemon may still be carrying out what a killed service asked of it, so leftovers are looked for again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from penstock_chassis.errors import PenstockError
+from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
+
+INSTANCE = "penstock.instance"
+RUN = "penstock.run"
+KIND = "penstock.kind"
+SANDBOX = "penstock.sandbox"
+
+_FIRST_RETRY_S = 0.5
+_LAST_RETRY_S = 60.0
+_FIRST_SWEEP_S = 1.0
+_LAST_SWEEP_S = 300.0
+_AT_ONCE = 8
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose things are: the instance and its present run."""
+
+    instance: str
+    run: str
+
+    @property
+    def filter(self) -> str:
+        """What the daemon is asked for to find everything of the instance."""
+        return f"{INSTANCE}={self.instance}"
+
+    def labels(self, kind: str) -> dict[str, str]:
+        """The labels of something that this run makes."""
+        return {INSTANCE: self.instance, RUN: self.run, KIND: kind}
+
+    def abandoned(self, found: Json) -> bool:
+        """Whether something of the instance is of another run."""
+        labels = found.get("Labels") or {}
+        return labels.get(INSTANCE) == self.instance and labels.get(RUN) != self.run
+
+
+class Reaper:
+    """Removes; see the module."""
+
+    def __init__(self, daemon: Daemon, owner: Owner) -> None:
+        self._daemon = daemon
+        self._owner = owner
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+
+    async def open(self) -> None:
+        """Remove what earlier runs left, and go on looking. Raises Unavailable when the daemon does not answer."""
+        await self.sweep()
+        self._own(self._sweep_forever(), "docker-sweep")
+
+    async def aclose(self) -> None:
+        """Stop. What could not be removed is found by its label at the next start."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def container(self, name: str) -> None:
+        """Remove a container now; where that fails it is tried again in the background."""
+        await self._attempt(lambda: self._daemon.remove(name), "container", name)
+
+    async def image(self, name: str) -> None:
+        """Remove an image, as ``container`` does."""
+        await self._attempt(lambda: self._daemon.remove_image(name), "image", name)
+
+    async def volume(self, name: str) -> None:
+        """Remove a volume, as ``container`` does."""
+        await self._attempt(lambda: self._daemon.remove_volume(name), "volume", name)
+
+    async def _attempt(self, remove: Callable[[], Awaitable[None]], kind: str, name: str) -> None:
+        try:
+            async with self._slots:
+                await remove()
+        except (Refused, PenstockError) as error:
+            _log.warning("removal failed; it is tried again", kind=kind, name=name, error=str(error))
+            self._own(self._insist(remove, kind, name), f"docker-remove-{name}")
+
+    async def _insist(self, remove: Callable[[], Awaitable[None]], kind: str, name: str) -> None:
+        wait_s = _FIRST_RETRY_S
+        while True:
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LAST_RETRY_S)
+            try:
+                async with self._slots:
+                    await remove()
+            except (Refused, PenstockError) as error:
+                _log.warning("removal failed again", kind=kind, name=name, error=str(error), next_s=wait_s)
+            else:
+                return
+
+    async def sweep(self) -> int:
+        """Remove what earlier runs of this instance left; answers how much that was."""
+        owner, daemon = self._owner, self._daemon
+        containers = [one["Id"] for one in await daemon.containers(owner.filter) if owner.abandoned(one)]
+        await asyncio.gather(*map(self.container, containers))
+        # Images and volumes can go once no container stands on them.
+        images = [one for one in await daemon.images(owner.filter) if owner.abandoned(one)]
+        # The newest first: one image may stand on another.
+        for one in sorted(images, key=lambda image: -int(image.get("Created") or 0)):
+            for name in one.get("RepoTags") or [one["Id"]]:
+                await self.image(name)
+        volumes = [one["Name"] for one in await daemon.volumes(owner.filter) if owner.abandoned(one)]
+        await asyncio.gather(*map(self.volume, volumes))
+        removed = len(containers) + len(images) + len(volumes)
+        if removed:
+            _log.warning("removed what an earlier run left", count=removed)
+        return removed
+
+    async def _sweep_forever(self) -> None:
+        wait_s = _FIRST_SWEEP_S
+        while True:
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LAST_SWEEP_S)
+            try:
+                if await self.sweep():
+                    wait_s = _FIRST_SWEEP_S
+            except (Refused, PenstockError) as error:
+                _log.warning("looking for leftovers failed", error=str(error))
+
+    def _own(self, work: Awaitable[None], name: str) -> None:
+        task = asyncio.ensure_future(work)
+        if isinstance(task, asyncio.Task):
+            task.set_name(name)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)

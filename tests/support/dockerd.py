@@ -1,0 +1,213 @@
+"""A real Docker engine for tests: started by hand with a data root of its own, with images that no registry gave.
+
+One engine a session, started by the first test that asks, stopped by ``stop`` at its end. It has no bridge and touches
+no packet filter, so it leaves nothing behind. A machine that cannot run one says so: a failure where CI is set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+BASE: Final = "penstock-test/debian:1"
+"""Debian with Python and bash."""
+TINY: Final = "penstock-test/busybox:1"
+"""One static program and its names: neither Python nor bash."""
+
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "docker"
+_BASE_TAR = _CACHE / "debian-1.tar"
+_PACKAGES = "ca-certificates,git,procps,python3"
+_NEEDED = ("dockerd", "containerd", "runc", "debootstrap", "busybox")
+_ADVICE = "apt-get install -y --no-install-recommends docker.io debootstrap busybox-static"
+_READY_S = 60.0
+_PASSWD = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+_APPLETS = ("cat", "echo", "env", "id", "ls", "mkdir", "rm", "sh", "sleep", "touch", "true", "wc", "yes")
+
+
+@dataclass
+class Engine:
+    """A running engine."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    api: Any
+
+    @property
+    def host(self) -> str:
+        """What DOCKER_HOST is for it."""
+        return f"unix://{self.folder}/docker.sock"
+
+    def remains(self, label: str = "penstock.instance") -> list[str]:
+        """Everything of ours that the engine still has: containers, volumes and images with the label."""
+        found = self.api.containers(all=True, filters={"label": [label]})
+        names = [f"container {one['Names']}" for one in found]
+        names += [f"volume {one['Name']}" for one in self.api.volumes(filters={"label": [label]}).get("Volumes") or []]
+        for image in self.api.images(filters={"label": [label]}):
+            # Prepared images are a cache; theirs is empty.
+            if image["Labels"].get(label):
+                names.append(f"image {image['RepoTags']}")
+        names += [f"network {one['Name']}" for one in self.api.networks() if one["Name"] not in ("host", "none")]
+        return names
+
+
+_engine: Engine | None = None
+
+
+def engine() -> Engine:
+    """The session's engine, started where it is not. Skips, or fails where CI is set, when this machine has none."""
+    global _engine
+    if _engine is None:
+        missing = [name for name in _NEEDED if _which(name) is None]
+        problem = f"no {', '.join(missing)}: {_ADVICE}" if missing else ""
+        if os.geteuid() != 0:
+            problem = "an engine of its own needs root"
+        if problem:
+            message = f"THE DOCKER BACKEND IS NOT TESTED HERE: {problem}"
+            if os.environ.get("CI"):
+                pytest.fail(message, pytrace=False)
+            pytest.skip(message)
+        _engine = _start()
+    return _engine
+
+
+def stop() -> None:
+    """End the session's engine, if there is one, and remove all that it made."""
+    global _engine
+    stopped, _engine = _engine, None
+    if stopped is not None:
+        stopped.api.close()
+        _end(stopped.process, stopped.folder)
+
+
+def _which(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin")
+
+
+def _start() -> Engine:
+    import docker
+
+    # A short path: it holds sockets, whose names are limited.
+    folder = Path(tempfile.mkdtemp(prefix="pd-"))
+    folder.chmod(0o755)
+    log = folder / "log"
+    argv = [_which("dockerd") or "dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")]
+    argv += ["--pidfile", str(folder / "pid"), "-H", f"unix://{folder}/docker.sock"]
+    argv += ["--bridge", "none", "--iptables=false", "--ip6tables=false"]
+    environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+    try:
+        api = docker.APIClient(base_url=f"unix://{folder}/docker.sock", version="1.41", timeout=120)
+        deadline = time.monotonic() + _READY_S
+        while True:
+            with contextlib.suppress(Exception):
+                api.ping()
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"dockerd did not start:\n{log.read_text(errors='replace')[-4000:]}")
+            time.sleep(0.05)
+        made = Engine(folder, process, api)
+        _import(made, BASE, _base_tar())
+        tiny = folder / "tiny.tar"
+        _write_tiny(tiny)
+        _import(made, TINY, tiny)
+    except BaseException:
+        _end(process, folder)
+        raise
+    return made
+
+
+def _import(made: Engine, name: str, archive: Path) -> None:
+    repository, _, tag = name.partition(":")
+    with archive.open("rb") as content:
+        made.api.import_image_from_data(
+            content, repository=repository, tag=tag, changes=["ENV PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"]
+        )
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(30)
+    for line in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+        point = line.split()[4]
+        if point.startswith(f"{folder}/"):
+            subprocess.run(["umount", "-l", point], check=False)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# Images --------------------------------------------------------------------------------------------------------------
+
+
+def _base_tar() -> Path:
+    """A minimal Debian with Python as a tar, made once a machine."""
+    if not _BASE_TAR.exists():
+        _CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="penstock-debootstrap-") as place:
+            root = Path(place) / "root"
+            argv = [_which("debootstrap") or "debootstrap", "--variant=minbase", f"--include={_PACKAGES}"]
+            _run([*argv, "bookworm", str(root), _mirror()])
+            # As small as can be, and with accounts that name nobody but root.
+            for leftover in (
+                "var/cache/apt",
+                "var/lib/apt/lists",
+                "usr/share/doc",
+                "usr/share/man",
+                "usr/share/locale",
+            ):
+                shutil.rmtree(root / leftover, ignore_errors=True)
+            for file in ("etc/shadow", "etc/shadow-", "etc/gshadow", "etc/gshadow-", "etc/passwd-", "etc/group-"):
+                (root / file).unlink(missing_ok=True)
+            (root / "etc/passwd").write_text(_PASSWD)
+            partial = _BASE_TAR.with_suffix(f".{os.getpid()}")
+            _run(["tar", "-C", str(root), "--exclude=./dev/*", "-cf", str(partial), "."])
+            partial.rename(_BASE_TAR)
+    return _BASE_TAR
+
+
+def _run(argv: Sequence[str]) -> None:
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{argv[0]}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+def _mirror() -> str:
+    """Where this machine gets its Debian packages from."""
+    folder = Path("/etc/apt")
+    for file in (folder / "sources.list", *sorted((folder / "sources.list.d").glob("*"))):
+        if file.is_file() and (found := re.search(r"https?://\S+/debian/?(?=\s)", file.read_text() + "\n")):
+            return found[0]
+    return "http://deb.debian.org/debian"
+
+
+def _write_tiny(target: Path) -> None:
+    with tarfile.open(target, "w") as archive:
+        for folder in (".", "./bin", "./etc", "./tmp"):
+            member = tarfile.TarInfo(folder)
+            member.type, member.mode = tarfile.DIRTYPE, 0o755
+            archive.addfile(member)
+        content = Path(_which("busybox") or "busybox").read_bytes()
+        program = tarfile.TarInfo("./bin/busybox")
+        program.mode, program.size = 0o755, len(content)
+        archive.addfile(program, io.BytesIO(content))
+        for applet in _APPLETS:
+            link = tarfile.TarInfo(f"./bin/{applet}")
+            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+            archive.addfile(link)
