@@ -120,6 +120,7 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
                     settings.default_cpu, settings.default_memory_bytes, settings.default_pids, None
                 ),
                 allowed_upstreams=settings.allowed_upstreams,
+                upstream_ca=str(settings.upstream_ca or ""),
             ),
         )
         await sandboxes.open()

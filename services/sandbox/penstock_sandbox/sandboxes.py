@@ -224,7 +224,11 @@ class Sandboxes:
                 retry_after_s=1.0,
             )
         return backend, dataclasses.replace(
-            spec, backend=name, lease_s=lease, resources=self._policy.with_defaults(backend, spec.resources)
+            spec,
+            backend=name,
+            lease_s=lease,
+            resources=self._policy.with_defaults(backend, spec.resources),
+            network=self._policy.with_trust(spec.network),
         )
 
     def _pending(self) -> int:

@@ -23,7 +23,11 @@ class SandboxSettings(ServiceSettings):
     max_lease_s: float = Field(86_400.0, gt=0, description="longest lease that may be asked for, in seconds")
     allowed_upstreams: tuple[str, ...] = Field(
         ("127.0.0.1:7780", "localhost:7780"),
-        description="patterns (with * and ?) of host:port or unix:/path that a sandbox's one endpoint may lead to",
+        description="patterns (with * and ?) of host:port, tls:host:port or unix:/path that a sandbox's one endpoint "
+        "may lead to",
+    )
+    upstream_ca: Path | None = Field(
+        None, description="PEM file with the CA of tls: upstreams; unset = the system's roots"
     )
     allow_open_network: bool = Field(
         False, description="offer sandboxes that share this host's network: no isolation from it"
