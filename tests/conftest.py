@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
+from tests.support import dockerd
 from tests.support.stack import Running, running
 
 
@@ -19,3 +20,10 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runni
     """Four service processes with tokens on, and a client with the operator's. Tests use it from the session's loop."""
     async with running(tmp_path_factory.mktemp("stack")) as started:
         yield started
+
+
+@pytest.fixture(scope="session", autouse=True)
+def docker_engine() -> Iterator[None]:
+    """Ends the engine that a test may have started; see `tests.support.dockerd`."""
+    yield
+    dockerd.stop()

@@ -39,6 +39,7 @@ class AttendedBackend(Backend):
 
     def __init__(self, settings: SandboxSettings) -> None:
         self._folder = settings.state_dir / "attended"
+        self._toolboxes = settings.state_dir / "local" / "toolboxes"
         self._local = LocalBackend(
             LocalOptions(
                 state_dir=self._folder / "local",
@@ -46,13 +47,14 @@ class AttendedBackend(Backend):
                 first_uid=settings.first_uid + 2 * settings.uid_count,
                 uid_count=settings.uid_count,
                 tmp_bytes=settings.tmp_bytes,
-                staged={**runtimes.mountable(), "service": settings.state_dir},
+                staged={**runtimes.mountable(), "service": self._toolboxes},
             )
         )
         self._backing: dict[str, LocalSandbox] = {}
 
     async def open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._toolboxes.mkdir(parents=True, exist_ok=True)
         self._folder.chmod(0o711)
         await self._local.open()
         self.capabilities = self._local.capabilities

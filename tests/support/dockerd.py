@@ -6,6 +6,7 @@ no packet filter, so it leaves nothing behind. A machine that cannot run one say
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import os
@@ -16,7 +17,7 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -211,3 +212,18 @@ def _write_tiny(target: Path) -> None:
             link = tarfile.TarInfo(f"./bin/{applet}")
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
             archive.addfile(link)
+
+
+# Services on it -------------------------------------------------------------------------------------------------------
+
+
+def settings(reach: str) -> dict[str, str]:
+    """The settings of a service whose default backend is Docker, reached in one of the two ways."""
+    chosen = {"DEFAULT_BACKEND": "docker", "DOCKER_IMAGE": BASE, "DOCKER_SIDECAR_IMAGE": BASE, "DOCKER_REACH": reach}
+    return {f"PENSTOCK_SANDBOX_{name}": value for name, value in chosen.items()}
+
+
+@contextlib.asynccontextmanager
+async def running() -> AsyncIterator[Mapping[str, str]]:
+    """The session's engine beside a service, as its settings name it."""
+    yield {"PENSTOCK_SANDBOX_DOCKER_HOST": (await asyncio.to_thread(engine)).host}

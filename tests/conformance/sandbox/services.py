@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+from tests.support import dockerd
 
 from penstock.sandbox.v1 import (
     file_service_pb2_grpc,
@@ -60,6 +61,9 @@ SERVICES: Mapping[str, Variant] = {
     "attended-ordinary-user": Variant(
         {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"}, ordinary_user=True, plugins=_ATTENDED
     ),
+    # A real engine, entered by the service, and by a container beside each sandbox.
+    "docker": Variant(dockerd.settings("direct"), surroundings=dockerd.running),
+    "docker-sidecar": Variant(dockerd.settings("sidecar"), surroundings=dockerd.running),
 }
 
 

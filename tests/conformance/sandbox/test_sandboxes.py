@@ -114,14 +114,17 @@ async def test_what_the_backend_lacks_is_refused_before_any_work(
 
 async def test_an_unknown_backend_image_snapshot_or_toolbox_is_refused(service: Running) -> None:
     """R63, R65"""
-    for spec, reason in (
+    # Of a backend with images of its own, of one with a registry that has none of this name, and of one whose registry
+    # is out of reach.
+    image = ("CAPABILITY_MISSING", "IMAGE_UNKNOWN", "IMAGE_PULL_FAILED")
+    for spec, *reasons in (
         (sb.SandboxSpec(backend="imaginary"), "BACKEND_UNAVAILABLE"),
-        (sb.SandboxSpec(base=sb.Base(image="imaginary")), "CAPABILITY_MISSING"),
+        (sb.SandboxSpec(base=sb.Base(image="imaginary")), *image),
         (sb.SandboxSpec(base=sb.Base(snapshot_id="imaginary")), "SNAPSHOT_UNKNOWN"),
         (sb.SandboxSpec(toolbox_ids=["imaginary"]), "TOOLBOX_UNKNOWN"),
     ):
         request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
-        assert (await failure(service.sandboxes.CreateSandbox(request))).reason == reason
+        assert (await failure(service.sandboxes.CreateSandbox(request))).reason in reasons
 
 
 async def test_fifty_sandboxes_at_once_all_work(service: Running) -> None:
@@ -419,7 +422,11 @@ async def test_the_diff_is_what_the_sandbox_changed_and_nothing_else(service: Ru
     with tarfile.open(fileobj=io.BytesIO(bytes(content))) as archive:
         files = {one.name for one in archive.getmembers() if not one.isdir()}
         assert files == {"workspace/d/a", "workspace/e/n", "workspace/l", "home/agent/h"}
-    assert sorted(end.deleted_paths) == ["/workspace/d/b", "/workspace/e"]
+    # A directory that was removed and made again is a new one, or one whose old content was deleted: the same files.
+    assert sorted(end.deleted_paths) in (
+        ["/workspace/d/b", "/workspace/e"],
+        ["/workspace/d/b", "/workspace/e/c"],
+    )
     await delete(service, box.id)
 
 

@@ -24,6 +24,9 @@ from typing import List, NoReturn, Optional, Tuple
 
 from penstock_sandbox.attendant import connections, frames, system
 
+NO_ATTENDANT = 69
+"""The exit code of ``attach`` and ``put`` where no attendant listens: it has ended, and its sandbox with it."""
+
 _READ = 64 * 1024
 _BACKLOG = 16
 _OPEN_FILES = 65536
@@ -55,6 +58,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
         if given.command == "put":
             return _put(given)
         return _attach(given)
+    except (ConnectionRefusedError, FileNotFoundError) as error:
+        sys.stderr.write("attendant: %s\n" % error)
+        return NO_ATTENDANT if given.command != "serve" else 1
     except OSError as error:
         sys.stderr.write("attendant: %s\n" % error)
         return 1
@@ -159,7 +165,7 @@ def _daemon(
     # What is imported from here on would be an agent's.
     sys.path.clear()
     sys.path_importer_cache.clear()
-    workload, life = _enter(given, null)
+    workload = _enter(given, null)
     system.hide()
     system.set_name("attendant")
     os.chdir("/")
@@ -173,7 +179,7 @@ def _daemon(
         "home": given.home,
         "workdir": given.workdir,
     }
-    attendant = kind(listener, workload, spool, life, greeting)
+    attendant = kind(listener, workload, spool, greeting)
     os.write(tell, b"serving")
     os.close(tell)
     attendant.serve()
@@ -188,8 +194,11 @@ def _raise_limits() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _enter(given: argparse.Namespace, null: int) -> Tuple[system.Workload, Optional[int]]:
+def _enter(given: argparse.Namespace, null: int) -> system.Workload:
     groups = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in given.cgroup]
+    # Before anything is entered: what is started stays in this process's group, unless it is given one to join, whose
+    # kills the service then counts itself.
+    oom_counter = None if groups else system.open_oom_counter()
     seccomp = b""
     if given.seccomp:
         with open(given.seccomp, "rb") as file:
@@ -201,7 +210,7 @@ def _enter(given: argparse.Namespace, null: int) -> Tuple[system.Workload, Optio
     ids = given.user
     if given.enter is not None:
         confined = True
-        life = system.pidfd_open(given.enter)
+        life = system.Life(given.enter)
         if root and given.user is not None:
             outer = tuple(
                 system.outside(given.enter, kind, number) for kind, number in zip(("uid", "gid"), given.user)
@@ -213,8 +222,7 @@ def _enter(given: argparse.Namespace, null: int) -> Tuple[system.Workload, Optio
         if given.enter is not None:
             system.drop_bounding_set()
             system.shed_privileges()
-    workload = system.Workload(ids, outer if root else None, namespace, groups, confined, seccomp, null)
-    return workload, life
+    return system.Workload(ids, outer if root else None, namespace, groups, confined, seccomp, null, life, oom_counter)
 
 
 def _has_terminals() -> bool:

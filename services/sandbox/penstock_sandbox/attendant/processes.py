@@ -239,6 +239,9 @@ class Process:
             self._on_over()
 
     def _exited(self, status: int, cpu_s: Optional[float], peak_bytes: Optional[int]) -> None:
+        life = self._workload.life
+        if status & 0x7F == signal.SIGKILL and life is not None and life.ends():
+            return  # not an end of its own: it is told with the sandbox's
         killed = status & 0x7F == signal.SIGKILL or status == (128 + signal.SIGKILL) << 8
         self._exit = {
             "event": "exit",

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import sys
-from typing import Callable, Dict, NoReturn, Optional
+from typing import Callable, Dict, NoReturn
 
 from penstock_sandbox.attendant import frames, system
 from penstock_sandbox.attendant.connections import Link
@@ -27,14 +27,13 @@ from penstock_sandbox.spawner import files
 
 
 class Attendant:
-    """Serves on ``listener``. ``spool`` is a directory of its own; ``life`` becomes readable when the sandbox ends."""
+    """Serves on ``listener``. ``spool`` is a directory of its own."""
 
     def __init__(
         self,
         listener: socket.socket,
         workload: system.Workload,
         spool: int,
-        life: Optional[int],
         greeting: frames.Message,
     ) -> None:
         self._loop = Loop()
@@ -57,8 +56,8 @@ class Attendant:
             "unlisten": self._unlisten,
             **self._transfers.operations,
         }
-        if life is not None:
-            self._loop.watch(life, _leave, None)
+        if workload.life is not None and workload.life.descriptor is not None:
+            self._loop.watch(workload.life.descriptor, _leave, None)
 
     def serve(self) -> NoReturn:
         """Run for ever."""

@@ -38,6 +38,7 @@ _PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_MODE_FILTER = 2
+_PF_EXITING = 0x4
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 _SYS_PIDFD_OPEN = 434  # the same on every architecture
 
@@ -156,6 +157,30 @@ def shed_privileges(seccomp: bytes = b"") -> None:
         )
 
 
+class Life:
+    """The process that a sandbox lives and dies with, watched from outside; made before anything is entered."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.descriptor = pidfd_open(pid)
+        """Readable when it has ended; None where the kernel has no such thing."""
+
+    def ends(self) -> bool:
+        """Whether it is dying, which kills all others: the kernel flags it before it does so."""
+        try:
+            stat = os.open("%d/stat" % self._pid, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
+        except FileNotFoundError:
+            return True
+        try:
+            fields = os.read(stat, 4096).rpartition(b")")[2].split()
+        except ProcessLookupError:
+            return True
+        finally:
+            os.close(stat)
+        return bool(int(fields[6]) & _PF_EXITING)
+
+
 class Workload:
     """Who the sandbox's programs run as, and what each of them gives up before it starts.
 
@@ -172,6 +197,8 @@ class Workload:
         confined: bool,
         seccomp: bytes,
         null: int,
+        life: Optional[Life],
+        oom_counter: Optional[int],
     ) -> None:
         self.ids = ids
         self._outer = outer
@@ -179,9 +206,10 @@ class Workload:
         self._groups = groups
         self._confined = confined
         self._seccomp = seccomp
+        self.life = life
         self.null = null
         """/dev/null, opened before anybody could put something else in its place."""
-        self._oom_counter = _open_oom_counter()
+        self._oom_counter = oom_counter
         self.held = [*groups, *([namespace] if namespace is not None else [])]
         """Descriptors that a child needs to become the workload."""
 
@@ -237,7 +265,8 @@ class Workload:
             shed_privileges(self._seccomp)
 
 
-def _open_oom_counter() -> Optional[int]:
+def open_oom_counter() -> Optional[int]:
+    """The file that counts the kernel's kills for memory in the caller's own control group, where it is to be seen."""
     for path in _OOM_COUNTERS:
         try:
             return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -90,7 +90,11 @@ def unix_socket(path: str) -> Opener:
     """Opens pipes to the socket of an attendant on this machine, without an ``attach`` between."""
 
     async def connect() -> Pipe:
-        reader, writer = await asyncio.open_unix_connection(path, limit=_READ)
+        try:
+            reader, writer = await asyncio.open_unix_connection(path, limit=_READ)
+        except (ConnectionRefusedError, FileNotFoundError) as error:
+            # It listened before the first pipe was asked for, so it has ended.
+            raise SandboxGone("ATTENDANT_ENDED") from error
         writer.write(connections.ATTACH)
         return StreamPipe(reader, writer)
 

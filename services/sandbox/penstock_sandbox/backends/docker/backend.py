@@ -332,7 +332,16 @@ class DockerBackend(Backend):
                 state = (await self._daemon.inspect(made))["State"]
             except Refused as error:
                 raise Internal(f"the sandbox could not be made: {error.what}", reason="CREATE_FAILED") from error
-            started = Started(sandbox_id, name, made, int(state["Pid"]), image, WORKDIR, spec.resources)
+            started = Started(
+                sandbox_id,
+                name,
+                made,
+                int(state["Pid"]),
+                image,
+                WORKDIR,
+                spec.resources,
+                not self._options.read_only,
+            )
             if self._reach is None:
                 raise Unavailable("this service is stopping", reason="DRAINING", retry_after_s=1.0)
             reached = await self._reach.reach(started)

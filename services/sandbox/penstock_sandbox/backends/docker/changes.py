@@ -46,8 +46,8 @@ def plan(listed: Iterable[Json]) -> tuple[list[str], list[str], list[str]]:
 
 
 def _ours(path: str) -> bool:
-    """Whether a path is a mount point of ours or leads to one."""
-    return path == OURS or path.startswith(f"{OURS}/")
+    """Whether a path is a mount point of ours, or the root, whose mode is ours."""
+    return path in ("/", OURS) or path.startswith(f"{OURS}/")
 
 
 def _parent(path: str) -> str:

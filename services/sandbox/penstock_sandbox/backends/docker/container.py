@@ -59,8 +59,12 @@ def sandbox(
         "healthcheck": {"test": ["NONE"]},
         "stop_signal": "SIGKILL",
     }
-    # 1777 as everywhere; programs are built and run there.
-    tmpfs = {"/tmp": f"rw,exec,nosuid,nodev,mode=1777,size={tmp_bytes}"}  # noqa: S108 - a path in the sandbox
+    tmpfs = {
+        # 1777 as everywhere; programs are built and run there.
+        "/tmp": f"rw,exec,nosuid,nodev,mode=1777,size={tmp_bytes}",  # noqa: S108 - a path in the sandbox
+        # In the place of the host's: it tells of hardware, of other containers' devices and of the kernel's tuning.
+        "/sys": "ro,noexec,nosuid,nodev,mode=555,size=4096",
+    }
     if read_only:
         for folder in (account.home, WORKDIR):
             tmpfs[folder] = (

@@ -36,7 +36,7 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 _REPOSITORY = "penstock-prepared"
 # To be raised when what is added to an image changes: prepared images are found by it.
-_VERSION = 2
+_VERSION = 4
 _FIRST_UID, _LAST_UID = 1000, 60_000
 _ACCOUNT_LABEL = "penstock.account"
 _ACCOUNTS_LIMIT = 4 * 1024 * 1024
@@ -188,8 +188,6 @@ class Images:
             shell = "/bin/bash" if await self._has(container, "/bin/bash") else "/bin/sh"
             account, passwd, group = _account(passwd, group, shell)
             files = [
-                # As under /tmp: the user may add to it, and not replace what is there.
-                _File("/", None, mode=0o1777),
                 # A tmpfs over a directory gets its mode.
                 _File("/tmp", None, mode=0o1777),  # noqa: S108 - a path in the sandbox
                 _File("/etc", None),
@@ -279,7 +277,7 @@ def _archive(files: list[_File]) -> bytes:
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for file in files:
-            member = tarfile.TarInfo("." + file.path if file.path != "/" else ".")
+            member = tarfile.TarInfo(file.path)
             member.mode = file.mode
             if file.owner is not None:
                 member.uid, member.gid = file.owner.uid, file.owner.gid

@@ -38,11 +38,17 @@ from penstock_sandbox.model import Resources, Stats
 
 _LONGEST_SOCKET = 100
 _START_S = 30.0
+_EXECUTED_TRIES = 2000
+_EXECUTED_PAUSE_S = 0.005
 _PROGRAM = f"{OURS}/attendant"
 _FILTER = f"{OURS}/filter"
 _SOCKET = "/run/attendant/socket"
 
 SIDECAR_SUFFIX = "-sidecar"
+
+ROOT_MODE = 0o1777
+"""A sandbox's root directory, where it may be written: as under /tmp, its user may add to it and not replace what is
+there. No image keeps it: the daemon's layers leave the root directory out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,7 @@ class Started:
     image: ReadyImage
     workdir: str
     resources: Resources
+    writable: bool
 
     @property
     def user(self) -> str:
@@ -126,9 +133,9 @@ class Direct(Reach):
         folder = self._folder / started.sandbox_id
         try:
             group, joins = await asyncio.to_thread(cgroups.of_container, started.pid, started.id)
-            first = Path(f"/proc/{started.pid}/cmdline").read_bytes()
-            if first != hold.PATH.encode() + b"\0":
-                raise ProcessLookupError(f"process {started.pid} is not the container's")
+            await _holds(started.pid)
+            if started.writable:
+                os.chmod(f"/proc/{started.pid}/root/.", ROOT_MODE)
             folder.mkdir(mode=0o700)
         except OSError as error:
             raise Unavailable(f"the container cannot be entered: {error}", reason="CREATE_FAILED") from error
@@ -166,6 +173,18 @@ class _Entered(Reached):
 
     async def close(self) -> None:
         await asyncio.to_thread(shutil.rmtree, self._folder, True)
+
+
+async def _holds(pid: int) -> None:
+    """Wait until a process is the first one that every container has. Raises OSError when it does not become that.
+
+    The daemon answers as soon as it lets the process go on, a moment before that executes the program.
+    """
+    for _ in range(_EXECUTED_TRIES):
+        if Path(f"/proc/{pid}/cmdline").read_bytes() == hold.PATH.encode() + b"\0":
+            return
+        await asyncio.sleep(_EXECUTED_PAUSE_S)
+    raise ProcessLookupError(f"process {pid} is not the container's")
 
 
 async def _run_attendant(argv: list[str]) -> None:
@@ -224,7 +243,9 @@ class Sidecar(Reach):
 
     async def reach(self, started: Started) -> Reached:
         name = started.name + SIDECAR_SUFFIX
-        serve = f"python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --user {started.user} --seccomp {_FILTER}"
+        # Through the container's first process: the sidecar has a root of its own.
+        opened = f"chmod {ROOT_MODE:o} /proc/1/root/. && " if started.writable else ""
+        serve = f"{opened}python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --user {started.user} --seccomp {_FILTER}"
         serve += f" --home {started.image.account.home} --workdir {started.workdir}"
         # The shell only so that the container lives on as its own first process: no text of a caller's is in it.
         argv = ["/bin/sh", "-c", f"{serve} && exec {hold.PATH}"]
