@@ -6,7 +6,7 @@ What it makes, in one directory that only its owner may enter:
     SERVICE.pem, SERVICE.key    each service's certificate and key
     SERVICE.toml                each service's tokens, as its settings file (`PENSTOCK_CONFIG`)
     ROLE.token                  the tokens of operator, trainer and observer, for people and programs
-    connection.json             how a client on this machine reaches the services, as a trainer
+    connection.json             how a client reaches the services, as a trainer
 
 Invariants: all or nothing (a directory is made beside its place and moved there); the authority's key is never written,
 so nothing else can be signed in its name; the services' files can be read by whatever user a container runs as, which
@@ -27,7 +27,7 @@ import typer
 from rich.markup import escape
 
 from penstock.cli.console import err, out, usage_error
-from penstock.client.endpoints import DEFAULT_PORTS, SERVICES, Endpoints, Tls, write_connection
+from penstock.client.endpoints import DEFAULT_PORTS, SERVICES, Endpoints, ServiceName, Tls, write_connection
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -44,7 +44,8 @@ _CLOCK_SKEW: Final = datetime.timedelta(minutes=5)
 def credentials(
     directory: Annotated[Path, typer.Argument(help="Where to; made, and closed to other users.")] = Path("credentials"),
     host: Annotated[
-        list[str] | None, typer.Option(help="A further name or address that clients reach the services by; repeat.")
+        list[str] | None,
+        typer.Option(help="A name or address that clients reach the services by; repeat. The first is written for them."),
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificates hold.")] = 365,
     renew: Annotated[bool, typer.Option(help="Replace what is there; services and clients need a restart.")] = False,
@@ -80,7 +81,9 @@ def make(place: Path, hosts: Sequence[str], days: int) -> None:
             _write(fresh / f"{service}.toml", _settings(service, tokens).encode(), 0o444)
         for role, token in tokens.items():
             _write(fresh / f"{role}.token", f"{token}\n".encode(), 0o400)
-        addresses = {service: f"127.0.0.1:{port}" for service, port in DEFAULT_PORTS.items()}
+        reached = next(iter(hosts), "127.0.0.1")
+        reached = f"[{reached}]" if ":" in reached else reached
+        addresses: dict[ServiceName, str] = {name: f"{reached}:{port}" for name, port in DEFAULT_PORTS.items()}
         endpoints = Endpoints(**addresses, token=tokens["trainer"], tls=Tls(Path(_MARK)))
         write_connection(fresh / "connection.json", endpoints, pid=None)
         if place.exists():
