@@ -126,7 +126,7 @@ def _prepare(place: Path, script: Mapping[str, Any]) -> Composed:
         "PENSTOCK_INFERENCE_ENGINE": "scripted",
         "PENSTOCK_INFERENCE_ENGINE_OPTIONS": '{"script": "/model/script.yaml"}',
         "PENSTOCK_MODEL_DIR": str(model),
-        "PENSTOCK_SANDBOX_EXTRAS": "docker",
+        "PENSTOCK_EXTRAS": "docker",
         "PENSTOCK_VERSION": f"test-{os.getpid()}",
     }
     return Composed(engine, f"penstock-test-{os.getpid()}", folder, credentials, environment)
