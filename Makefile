@@ -89,7 +89,7 @@ $(STAMP): constraints.txt $(EXAMPLES) $(addsuffix /pyproject.toml,$(DISTRIBUTION
 	@echo "== installing into $(VENV) (once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt hatchling editables
-	@$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -r ,$(EXAMPLES)) $(addprefix -e ./,$(DISTRIBUTIONS)) -e "./services/sandbox[node]"
+	@$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -r ,$(EXAMPLES)) $(addprefix -e ./,$(DISTRIBUTIONS)) -e "./services/sandbox[docker,node]"
 	@touch $@
 
 $(DEV_STAMP): $(STAMP) requirements-dev.txt

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from benchmarks import gate, report, rollouts, sandboxes, tokens
+from benchmarks import containers, gate, report, rollouts, sandboxes, tokens
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "sandboxes": sandboxes.measure,
@@ -26,20 +26,24 @@ def main() -> None:
     """Reads the command line and runs what it names, one after another."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; none = all")
+    parser.add_argument(
+        "--backend", choices=("local", "docker"), default="local", help="where `sandboxes` makes them (default local)"
+    )
     parser.add_argument("--out", type=Path, help="file for the figures (default runs/bench/TIME.json)")
     given = parser.parse_args()
     unknown = sorted(set(given.names) - set(BENCHMARKS))
     if unknown:
         parser.error(f"no such benchmark: {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
+    measures = {**BENCHMARKS, **({"sandboxes": containers.measure} if given.backend == "docker" else {})}
     facts = report.machine()
     print(", ".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
     sections: list[report.Section] = []
-    for name in given.names or BENCHMARKS:
+    for name in given.names or measures:
         before, began = report.pace(), time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="penstock-bench-") as place:
             # Sandboxes are other users, and what is staged for them lies below.
             Path(place).chmod(0o755)
-            made = asyncio.run(BENCHMARKS[name](Path(place)))
+            made = asyncio.run(measures[name](Path(place)))
         took, pace = time.perf_counter() - began, (round(before, 1), round(report.pace(), 1))
         sections += (replace(section, pace_ms=pace) for section in made)
         print(*("", *made), sep="\n", flush=True)

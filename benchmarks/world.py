@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 from benchmarks import processes
 from penstock.client import Penstock, connect
@@ -67,12 +68,15 @@ def write_demo_model(directory: Path) -> Path:
 
 
 @asynccontextmanager
-async def scripted(place: Path) -> AsyncIterator[World]:
-    """The stack with an engine that answers each session with REPLIES; `place` is an empty directory."""
+async def scripted(place: Path, sandbox: Mapping[str, Any] = MappingProxyType({})) -> AsyncIterator[World]:
+    """The stack with an engine that answers each session with REPLIES; `place` is an empty directory.
+
+    `sandbox` are further settings of the sandbox service.
+    """
     script = place / "script.json"
     turns = [{"when": {"has_tool_result": False}, "reply": REPLIES[0]}, *({"reply": reply} for reply in REPLIES[1:])]
     script.write_text(json.dumps({"strict": False, "turns": turns}), "utf-8")
-    async with _running(place, "scripted", {"script": str(script)}) as world:
+    async with _running(place, "scripted", {"script": str(script)}, sandbox) as world:
         yield world
 
 
@@ -84,13 +88,16 @@ async def numpy_engine(place: Path) -> AsyncIterator[World]:
 
 
 @asynccontextmanager
-async def _running(place: Path, engine: str, options: Mapping[str, str]) -> AsyncIterator[World]:
+async def _running(
+    place: Path, engine: str, options: Mapping[str, str], sandbox: Mapping[str, Any] = MappingProxyType({})
+) -> AsyncIterator[World]:
     _raise_open_files()
     stack = LocalStack(
         model_dir=write_demo_model(place / "model"),
         engine=engine,
         engine_options=options,
         state_dir=place / "state",
+        settings={"sandbox": sandbox},
     )
     async with stack, connect(stack.endpoints) as ps:
         pids = {pid_name(pid): pid for pid in processes.children(os.getpid())}

@@ -12,7 +12,7 @@ from tests.support.stack import Running, running
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--backend NAME`: which backends the sandbox conformance suite runs on; all of them unless it is given."""
-    parser.addoption("--backend", action="append", default=[], help="run the sandbox conformance suite on this one only")
+    parser.addoption("--backend", action="append", default=[], help="sandbox conformance on this one only")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from penstock_chassis.errors import Internal
 from penstock_sandbox.backends.attended import launch
-from penstock_sandbox.backends.attended.link import LinkLost
 from penstock_sandbox.backends.attended.pipe import Armoured, Opener, Pipe, StreamPipe, unix_socket
 from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
+from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.backends.local import rootfs, runtimes
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
@@ -153,9 +153,9 @@ class ArmouredBackend(AttendedBackend):
             ours, theirs = socket.socketpair()
             with theirs:
                 process = subprocess.Popen(  # as in launch: never a fork of this process
-                    [sys.executable, "-I", "-S", self._program, "attach", "--socket", path, "--armour"],
-                    stdin=theirs,
-                    stdout=theirs,
+                    [sys.executable, "-I", "-S", str(self._program), "attach", "--socket", str(path), "--armour"],
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
                     env={},
                 )
             reader, writer = await asyncio.open_connection(sock=ours)

@@ -84,8 +84,8 @@ def needs(*names: str) -> Callable[[Callable[..., Awaitable[None]]], Callable[..
 async def refused(service: Running, capabilities: sb.Capabilities, name: str) -> None:
     """Prove that a capability which is not declared is refused."""
     if name in _SPECS:
-        spec = {"network": narrowest(capabilities), **_SPECS[name]}
-        create = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
+        wish = sb.SandboxSpec(**{"network": narrowest(capabilities), **_SPECS[name]})
+        create = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=wish)
         await _refuses(service.sandboxes.CreateSandbox(create, timeout=60), name)
     elif name == "fork":
         spec = sb.SandboxSpec(network=narrowest(capabilities))

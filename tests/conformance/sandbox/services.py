@@ -111,9 +111,7 @@ def _prefixed(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _process(
-    state_dir: Path, name: str, variant: Variant, further: Mapping[str, str]
-) -> AsyncIterator[Running]:
+async def _process(state_dir: Path, name: str, variant: Variant, further: Mapping[str, str]) -> AsyncIterator[Running]:
     environment = {
         "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
         "HOME": str(state_dir),

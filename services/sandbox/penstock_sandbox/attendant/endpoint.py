@@ -153,5 +153,3 @@ class _Connection:
         self._loop.forget(self._sock.fileno())
         self._sock.close()
         self._endpoint.forget(self._stream)
-
-

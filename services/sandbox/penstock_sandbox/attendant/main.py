@@ -1,4 +1,4 @@
-"""The command line of the attendant: ``serve``, ``attach`` and ``put``.
+"""The command line of the attendant: ``serve``, ``attach`` and ``put``; and ``nursery``, which serves many.
 
 Purpose: ``serve`` enters a sandbox where it is not in one already, and becomes a daemon that outlives whoever started
 it; the other two join their standard input and output with its socket, so that any way to run a program in the
@@ -20,7 +20,7 @@ import platform
 import signal
 import socket
 import sys
-from typing import List, NoReturn, Optional, Tuple
+from typing import Any, List, NoReturn, Optional, Tuple
 
 from penstock_sandbox.attendant import connections, frames, system
 
@@ -51,10 +51,13 @@ def main(arguments: Optional[List[str]] = None) -> int:
     serve.add_argument("--confine", action="store_true", help="the workload may gain no privilege (implied by --enter)")
     serve.add_argument("--home", default="", help="told in the greeting")
     serve.add_argument("--workdir", default="", help="told in the greeting")
+    commands.add_parser("nursery", help="serve whatever standard input orders, each in a process of its own")
     given = parser.parse_args(arguments)
     try:
         if given.command == "serve":
             return _serve(given)
+        if given.command == "nursery":
+            return _nursery()
         if given.command == "put":
             return _put(given)
         return _attach(given)
@@ -69,6 +72,14 @@ def main(arguments: Optional[List[str]] = None) -> int:
 def _ids(text: str) -> Tuple[int, int]:
     uid, _, gid = text.partition(":")
     return int(uid), int(gid or uid)
+
+
+def _nursery() -> int:
+    import resource  # noqa: F401 - what the children need is imported here
+
+    from penstock_sandbox.attendant import keeper, nursery, server  # noqa: F401
+
+    return nursery.tend(lambda arguments: main(["serve", *arguments]))
 
 
 # Serving -------------------------------------------------------------------------------------------------------------
@@ -93,7 +104,8 @@ def _serve(given: argparse.Namespace) -> int:
         return 0
     log = os.open(given.socket + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     told, tell = os.pipe()
-    if os.fork() == 0:
+    between = os.fork()
+    if between == 0:
         # What else was inherited belongs to whoever started this, who waits for its end.
         keeper.close_others({0, 1, 2, listener.fileno(), log, tell})
         os.setsid()
@@ -112,6 +124,7 @@ def _serve(given: argparse.Namespace) -> int:
         finally:
             os._exit(1)
     os.close(tell)
+    os.waitpid(between, 0)
     failure = b""
     while True:
         part = os.read(told, _READ)
@@ -151,7 +164,7 @@ def _listen(path: str) -> Optional[socket.socket]:
 
 
 def _daemon(
-    given: argparse.Namespace, listener: socket.socket, log: int, tell: int, folder: str, kind: type
+    given: argparse.Namespace, listener: socket.socket, log: int, tell: int, folder: str, kind: Any
 ) -> NoReturn:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
@@ -183,6 +196,7 @@ def _daemon(
     os.write(tell, b"serving")
     os.close(tell)
     attendant.serve()
+    os._exit(0)
 
 
 def _raise_limits() -> None:
@@ -212,9 +226,7 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
         confined = True
         life = system.Life(given.enter)
         if root and given.user is not None:
-            outer = tuple(
-                system.outside(given.enter, kind, number) for kind, number in zip(("uid", "gid"), given.user)
-            )
+            outer = tuple(system.outside(given.enter, kind, number) for kind, number in zip(("uid", "gid"), given.user))
         namespace = system.enter(given.enter, root)
     if not root:
         # It entered its own sandbox, where it has one user and, until here, every capability.
@@ -298,5 +310,3 @@ def _leave_with_reader() -> None:
     poll.register(1, 0)
     poll.poll()
     os._exit(0)
-
-

@@ -25,6 +25,7 @@ PARTS = (
     "penstock_sandbox.attendant.transfers",
     "penstock_sandbox.attendant.endpoint",
     "penstock_sandbox.attendant.server",
+    "penstock_sandbox.attendant.nursery",
     "penstock_sandbox.attendant.main",
     "penstock_sandbox.spawner.files",
 )

@@ -2,8 +2,8 @@
 
 Invariants
 - Requests are done in the order in which they were said; each is answered once, some of them later.
-- A request that cannot be done is refused with the kernel's number; a defect is written to the log and refused with EIO:
-  neither ends the attendant.
+- A request that cannot be done is refused with the kernel's number; a defect is written to the log and refused with
+  EIO: neither ends the attendant.
 - A service that was not there before (another session) finds a clean table: what ran for the one before is killed.
 """
 
@@ -20,7 +20,7 @@ from penstock_sandbox.attendant import frames, system
 from penstock_sandbox.attendant.connections import Link
 from penstock_sandbox.attendant.endpoint import Endpoint
 from penstock_sandbox.attendant.loop import Loop
-from penstock_sandbox.attendant.processes import Process, Streams
+from penstock_sandbox.attendant.processes import Keepers, Process, Streams
 from penstock_sandbox.attendant.replies import Reply
 from penstock_sandbox.attendant.transfers import Transfers
 from penstock_sandbox.spawner import files
@@ -39,6 +39,7 @@ class Attendant:
         self._loop = Loop()
         self._workload = workload
         self._streams = Streams()
+        self._keepers = Keepers(workload)
         self._link = Link(self._loop, greeting, self._frame, self._fresh, self._go_on)
         self._link.listen(listener)
         say, room = self._link.say, self._link.room
@@ -67,6 +68,7 @@ class Attendant:
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._loop.watch(woken.fileno(), lambda: self._children_ended(woken), None)
+        self._keepers.refill()
         while True:
             self._loop.run_once()
 
@@ -146,7 +148,13 @@ class Attendant:
     def _start(self, request: frames.Message, reply: Reply) -> None:
         number = request["process"]
         process = Process(
-            self._loop, self._link.say, self._link.room, self._streams, self._workload, number
+            self._loop,
+            self._link.say,
+            self._link.room,
+            self._streams,
+            self._workload,
+            self._keepers,
+            number,
         )
         process.start(request, reply)
         self._processes[number] = process

@@ -95,9 +95,9 @@ def _is_own(descriptor: int, name: str) -> bool:
 def enter(pid: int, user_namespace: bool) -> Optional[int]:
     """Enter a process's namespaces, except its process namespace, which only the caller's children are in.
 
-    An ordinary user enters the user namespace first, and is allowed to where that is one of its own. A root stays in
-    its own user namespace, out of the sandbox's reach; it gets the sandbox's as a descriptor, for its children (None
-    where it is the same one, or ``user_namespace`` is false).
+    An ordinary user enters the user namespace too, in one step with the others: it may do so where it made them, which
+    shows only from outside (Linux 5.8). A root stays in its own user namespace, out of the sandbox's reach; it gets the
+    sandbox's as a descriptor, for its children (None where it is the same one, or ``user_namespace`` is false).
     """
     user = os.open("/proc/%d/ns/user" % pid, os.O_RDONLY | os.O_CLOEXEC)
     opened: List[Tuple[int, int, str]] = []
@@ -112,9 +112,18 @@ def enter(pid: int, user_namespace: bool) -> Optional[int]:
             opened.append((descriptor, kind, name))
     foreign = not _is_own(user, "user")
     if foreign and os.geteuid() != 0:
-        _setns(user, CLONE_NEWUSER, "user")
-    for descriptor, kind, name in opened:
-        _setns(descriptor, kind, name)
+        process = pidfd_open(pid)
+        if process is None:
+            raise OSError(errno.ENOSYS, "entering a sandbox as an ordinary user needs Linux 5.8")
+        kinds = CLONE_NEWUSER
+        for _, kind, _ in opened:
+            kinds |= kind
+        _setns(process, kinds, "sandbox's")
+        os.close(process)
+    else:
+        for descriptor, kind, name in opened:
+            _setns(descriptor, kind, name)
+    for descriptor, _, _ in opened:
         os.close(descriptor)
     if foreign and os.geteuid() == 0 and user_namespace:
         return user
@@ -123,7 +132,7 @@ def enter(pid: int, user_namespace: bool) -> Optional[int]:
 
 
 def outside(pid: int, kind: str, number: int) -> int:
-    """The id, in the reader's user namespace, of the user (``kind`` uid) or group (gid) that a sandbox calls ``number``."""
+    """The id, as the reader has it, of the user (``kind`` uid) or group (gid) that a sandbox calls ``number``."""
     with open("/proc/%d/%s_map" % (pid, kind), encoding="ascii") as file:
         for line in file:
             inside, beyond, count = map(int, line.split())
@@ -215,7 +224,7 @@ class Workload:
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
-        """Do file work with the workload's rights. The real user stays: nobody inside may signal or trace the caller."""
+        """Do file work with the workload's rights. The real user stays: nobody inside may signal or trace it."""
         if self._outer is None:
             yield
             return
@@ -244,14 +253,17 @@ class Workload:
                 return int(value)
         return 0
 
-    def become(self) -> None:
-        """Become the workload for good: for a fresh child that will execute a program."""
+    def approach(self) -> None:
+        """The slow half of becoming the workload: all but its user, so nobody inside may touch the caller yet."""
         for group in self._groups:
             os.write(group, b"0")
         if self._namespace is not None:
             _setns(self._namespace, CLONE_NEWUSER, "user")
         if self._confined:
             drop_bounding_set()
+
+    def become(self) -> None:
+        """Become the workload for good, after ``approach``: for a fresh child that will execute a program."""
         if self.ids is not None:
             uid, gid = self.ids
             if os.getgroups() != [gid]:

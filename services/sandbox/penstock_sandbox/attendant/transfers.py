@@ -1,23 +1,24 @@
 """Files as the attendant serves them: opened with the workload's rights, moved over streams, trees by jobs.
 
-Purpose: what is done is in ``penstock_sandbox.spawner.files``, which local sandboxes share; this is how its bytes travel.
+Purpose: what is done is in ``penstock_sandbox.spawner.files``, which local sandboxes share; here its bytes travel.
 
 Invariants
 - Everything on a path is done as the workload's user; only what was opened so is read and written as the attendant.
-- A job is a child with the workload's rights that the workload cannot signal; its outcome is answered when it has ended.
+- A job is a child with the workload's rights that the workload cannot signal; it is answered when it has ended.
 - A stream that is given up leaves nothing behind: no half-written file, no job.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import signal
 from typing import Callable, Dict, List, Optional
 
 from penstock_sandbox.attendant import frames, keeper, system
-from penstock_sandbox.attendant.loop import Loop, Sink, Source
+from penstock_sandbox.attendant.loop import Loop, Source
 from penstock_sandbox.attendant.processes import Streams
 from penstock_sandbox.attendant.replies import Reply
 from penstock_sandbox.spawner import files
@@ -58,7 +59,7 @@ class Transfers:
         }
         for name, operation in files.OPERATIONS.items():
             if name not in self.operations:
-                self.operations[name] = lambda request, reply, do=operation: self._simple(do, request, reply)
+                self.operations[name] = functools.partial(self._simple, operation)
 
     def _simple(self, operation: Callable[[files.Message], files.Reply], request: files.Message, reply: Reply) -> None:
         with self._workload.acting():

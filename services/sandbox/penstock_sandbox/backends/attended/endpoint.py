@@ -52,18 +52,22 @@ class Endpoint:
                 _log.warning(
                     "upstream unreachable", sandbox=self._sandbox_id, upstream=self._policy.upstream, error=str(error)
                 )
-                return
-            try:
-                async with asyncio.TaskGroup() as both:
-                    both.create_task(_outwards(stream, outside))
-                    both.create_task(_inwards(stream, outside))
-            except* (OSError, StreamReset, LinkLost):
-                pass  # one side broke off: both are cut below
-            finally:
-                outside[1].transport.abort()
+            else:
+                await _splice(stream, outside)
         finally:
             # Harmless after both ends: the stream is over by then.
             stream.reset()
+
+
+async def _splice(stream: Stream, outside: Streams) -> None:
+    try:
+        async with asyncio.TaskGroup() as both:
+            both.create_task(_outwards(stream, outside))
+            both.create_task(_inwards(stream, outside))
+    except* (OSError, StreamReset, LinkLost):
+        pass  # one side broke off: both are cut
+    finally:
+        outside[1].transport.abort()
 
 
 async def _outwards(stream: Stream, outside: Streams) -> None:

@@ -204,7 +204,7 @@ class Link:
         deadline = loop.time() + self._lost_after_s
         problem = ""
         # A task group that fails as it is cancelled forgets the cancellation (until Python 3.13): the state decides.
-        while self.lost is None:
+        while not self._is_over():
             try:
                 async with asyncio.timeout_at(deadline) as limit:
                     pipe = await self._opener()
@@ -229,7 +229,7 @@ class Link:
             except Exception as error:  # noqa: BLE001
                 # Whatever a provider's client raises: the next pipe may do, until the deadline.
                 problem = str(error) or type(error).__name__
-            if self.lost is not None:
+            if self._is_over():
                 return
             if loop.time() + pause >= deadline:
                 _log.warning("no pipe to the attendant", problem=problem)
@@ -237,6 +237,9 @@ class Link:
                 return
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _is_over(self) -> bool:
+        return self.lost is not None
 
     async def _converse(self, pipe: Pipe, limit: asyncio.Timeout) -> None:
         """Use a pipe until it breaks. Raises what broke it."""

@@ -1,4 +1,4 @@
-"""What an attendant says in control frames, checked: it runs where an agent does, so nothing it says is taken as it is."""
+"""What an attendant says in control frames, checked: it runs where an agent does, so it is not trusted."""
 
 from __future__ import annotations
 

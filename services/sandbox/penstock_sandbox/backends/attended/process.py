@@ -22,7 +22,7 @@ _END_OF_TYPING = b"\x04"
 
 
 class AttendedProcess(ProcessHandle):
-    """One process. ``oom_kills`` counts the kernel's kills for memory, where the backend can; else the attendant does."""
+    """One process. ``oom_kills`` counts kills for memory, where the backend can; else the attendant does."""
 
     def __init__(
         self,
@@ -45,9 +45,7 @@ class AttendedProcess(ProcessHandle):
         self._stdin: Stream | None = None
         if stdin or pty:
             self._stdin = link.stream(window=0, credit=frames.ENDPOINT_WINDOW)
-        self._outputs = {
-            output: self._output(output) for output in (Output.STDOUT, *(() if pty else (Output.STDERR,)))
-        }
+        self._outputs = {output: self._output(output) for output in (Output.STDOUT, *(() if pty else (Output.STDERR,)))}
 
     def _output(self, output: Output) -> Stream:
         stream = self._link.stream(window=frames.BULK_WINDOW, credit=0)
@@ -134,7 +132,9 @@ class AttendedProcess(ProcessHandle):
         try:
             await self._ask("forget")
         except Refused as refusal:
-            raise Internal(f"the process was not forgotten: {refusal.what}", reason="FILE_OPERATION_FAILED") from refusal
+            raise Internal(
+                f"the process was not forgotten: {refusal.what}", reason="FILE_OPERATION_FAILED"
+            ) from refusal
 
     async def _ask(self, op: str, **fields: object) -> None:
         try:

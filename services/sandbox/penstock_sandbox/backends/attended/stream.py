@@ -138,7 +138,7 @@ class Stream:
 
     def reset(self) -> None:
         """Break it off, in both directions; harmless when it is over."""
-        if self._failure is None:
+        if self._failure is None and not (self._heard_end and self._said_end):
             self.fail(StreamReset(errno.ECANCELED))
             self._link.say(frames.RESET, self.number, b"")
             self._link.forget(self.number)

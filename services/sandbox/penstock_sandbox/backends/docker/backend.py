@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import secrets
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -30,10 +29,12 @@ from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
 from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.backends.docker import changes, container
+from penstock_sandbox.backends.docker.additions import USER
 from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
 from penstock_sandbox.backends.docker.deaths import Deaths
-from penstock_sandbox.backends.docker.images import SYSTEM_PATH, USER, WORKDIR, Images, ReadyImage
-from penstock_sandbox.backends.docker.look import look
+from penstock_sandbox.backends.docker.images import SYSTEM_PATH, WORKDIR, Images, ReadyImage
+from penstock_sandbox.backends.docker.layers import REPOSITORY, Layers
+from penstock_sandbox.backends.docker.look import look, reads, write_nonce
 from penstock_sandbox.backends.docker.mounts import Mounts, bind
 from penstock_sandbox.backends.docker.reach import SIDECAR_SUFFIX, Direct, Reach, Reached, Sidecar, Started
 from penstock_sandbox.backends.docker.reaper import SANDBOX, Owner, Reaper
@@ -41,7 +42,6 @@ from penstock_sandbox.backends.docker.wire import Wire
 from penstock_sandbox.backends.refusals import Refused as RefusedInside
 from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, Resources, SandboxSpec
 
-_REPOSITORY = "penstock-snapshot"
 _TRIAL = Resources(cpu=0.5, memory_bytes=256 * 1024 * 1024, pids=64)
 _TRIAL_DISK = 64 * 1024 * 1024
 _SHARED_PROBE = "/opt/penstock/shared"
@@ -78,10 +78,6 @@ class DockerBackend(Backend):
         self._options = options
         self._stack = AsyncExitStack()
         self._live: dict[str, _Box] = {}
-        self._layers: dict[str, _Layer] = {}
-        self._layer_users: Counter[str] = Counter()
-        self._removed_layers: set[str] = set()
-        self._dropping: set[asyncio.Task[None]] = set()
         self._reach: Reach | None = None
 
     # Opening and closing -----------------------------------------------------------------------------------------
@@ -115,6 +111,8 @@ class DockerBackend(Backend):
         await reaper.open()
         images = Images(daemon, wire, owner, reaper, options.pull_timeout_s)
         self._stack.push_async_callback(images.aclose)
+        self._layers = Layers(reaper)
+        self._stack.push_async_callback(self._layers.aclose)
         mounts = Mounts(daemon, owner, reaper)
         self._stack.push_async_callback(mounts.aclose)
         self._daemon, self._images, self._mounts, self._owner, self._reaper = daemon, images, mounts, owner, reaper
@@ -172,7 +170,7 @@ class DockerBackend(Backend):
         )
         nonce = secrets.token_hex(16)
         shared = self._options.state_dir / "shared"
-        await asyncio.to_thread(_write_nonce, shared, nonce)
+        await asyncio.to_thread(write_nonce, shared, nonce)
         ready = await self._images.ready(self._options.image)
         spec = SandboxSpec(resources=able)
         try:
@@ -186,7 +184,7 @@ class DockerBackend(Backend):
             box = await self._make("trial", ready, spec, [], lambda _: None)
         try:
             if self._mounts.same_files:
-                self._mounts.same_files = await _reads(box, f"{_SHARED_PROBE}/nonce", nonce)
+                self._mounts.same_files = await reads(box, f"{_SHARED_PROBE}/nonce", nonce)
             problem, running = await look(box, ready.account.shell)
             if not problem and running is not None and able.pids is not None and running < 2:
                 problem = "what runs in it does not count towards its limits"
@@ -240,11 +238,6 @@ class DockerBackend(Backend):
         for result in results:
             if isinstance(result, Exception):
                 _log.error("a sandbox was not removed at the end", error=repr(result))
-        await asyncio.gather(*self._dropping, return_exceptions=True)
-        # The newest first: one may stand on another.
-        for layer_id in reversed(self._layers):
-            await self._reaper.image(f"{_REPOSITORY}:{layer_id}")
-        self._layers.clear()
 
     async def _close_reach(self) -> None:
         reach, self._reach = self._reach, None
@@ -268,18 +261,17 @@ class DockerBackend(Backend):
             )
         layers: tuple[str, ...] = ()
         if spec.snapshot_id:
-            layer = self._layers[spec.snapshot_id]
-            image, layers = layer.image, (*layer.below, spec.snapshot_id)
+            image, layers = self._layers.stack(spec.snapshot_id)
         else:
             name = spec.image or self._options.image
             self._check_allowed(name)
             image = await self._images.ready(name)
         # Held from here: a layer must not go while a container is being made from it.
-        self._layer_users.update(layers)
+        self._layers.hold(layers)
         try:
             mounts = await self._mounts.of(toolboxes, image.name)
         except BaseException as error:
-            self._release_layers(layers)
+            self._layers.release(layers)
             if isinstance(error, Refused):
                 raise Internal(f"toolboxes cannot be mounted: {error.what}", reason="CREATE_FAILED") from error
             raise
@@ -347,7 +339,7 @@ class DockerBackend(Backend):
             reached = await self._reach.reach(started)
         except BaseException:
             await asyncio.shield(asyncio.ensure_future(self._remove(name, reached)))
-            self._release_layers(layers)
+            self._layers.release(layers)
             raise
         box = self._live[name] = _Box(name, made, image, reached, layers=layers)
         box.handle = AttendedSandbox(
@@ -381,12 +373,12 @@ class DockerBackend(Backend):
                 # Dead before it is committed: nothing can be half written.
                 await self._daemon.kill(box.container)
                 labels = {**self._owner.labels("snapshot"), SANDBOX: ""}
-                made = await self._daemon.commit(box.container, _REPOSITORY, box.seal_as, labels)
+                made = await self._daemon.commit(box.container, REPOSITORY, box.seal_as, labels)
                 box.sealed = self._images.described(await self._daemon.image(made))
         finally:
             await self._remove(box.name, box.reached)
             self._live.pop(box.name, None)
-            self._release_layers(box.layers)
+            self._layers.release(box.layers)
 
     async def _remove(self, name: str, reached: Reached | None) -> None:
         await asyncio.gather(self._reaper.container(name), *([reached.close()] if reached is not None else []))
@@ -406,48 +398,24 @@ class DockerBackend(Backend):
         box = next(one for one in self._live.values() if one.handle is handle)
         box.seal_as = layer_id
         # The layer's own hold; the sandbox's ends with it.
-        self._layer_users.update(box.layers)
+        self._layers.hold(box.layers)
         try:
             await handle.destroy()
             if box.sealed is None:
                 raise Internal("the sandbox ended before it was sealed", reason="CREATE_FAILED")
         except BaseException as error:
-            self._release_layers(box.layers)
+            self._layers.release(box.layers)
             if isinstance(error, Refused):
                 raise Internal(f"the sandbox could not be sealed: {error.what}", reason="CREATE_FAILED") from error
             raise
-        self._layers[layer_id] = _Layer(box.sealed, box.layers)
+        self._layers.add(layer_id, box.sealed, box.layers)
         return SealedLayer(layer_id, max(0, box.sealed.size - box.image.size))
 
     async def has_layer(self, layer_id: str) -> bool:
-        return layer_id in self._layers and layer_id not in self._removed_layers
+        return layer_id in self._layers
 
     async def remove_layer(self, layer_id: str) -> None:
-        if layer_id in self._layers:
-            self._removed_layers.add(layer_id)
-            await self._drop_unused_layer(layer_id)
-
-    def _release_layers(self, layers: Sequence[str]) -> None:
-        self._layer_users.subtract(layers)
-        for layer in layers:
-            if layer in self._removed_layers and not self._layer_users[layer]:
-                task = asyncio.create_task(self._drop_unused_layer(layer))
-                self._dropping.add(task)
-                task.add_done_callback(self._dropping.discard)
-
-    async def _drop_unused_layer(self, layer_id: str) -> None:
-        if layer_id not in self._removed_layers or self._layer_users[layer_id]:
-            return
-        layer = self._layers.pop(layer_id)
-        self._removed_layers.discard(layer_id)
-        self._release_layers(layer.below)
-        await self._reaper.image(f"{_REPOSITORY}:{layer_id}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    image: ReadyImage
-    below: tuple[str, ...]
+        self._layers.remove(layer_id)
 
 
 @dataclass(slots=True)
@@ -503,20 +471,3 @@ def _instance(folder: Path) -> str:
         partial.write_text(secrets.token_hex(16))
         partial.rename(file)
     return file.read_text().strip()
-
-
-def _write_nonce(folder: Path, nonce: str) -> None:
-    folder.mkdir(exist_ok=True)
-    folder.chmod(0o755)
-    file = folder / "nonce"
-    file.write_text(nonce)
-    file.chmod(0o644)
-
-
-async def _reads(handle: SandboxHandle, path: str, expected: str) -> bool:
-    """Whether a file in a sandbox holds what was written outside."""
-    try:
-        async with handle.open_read(path, follow_symlink=False) as (_, reader):
-            return await reader.read(0, 256) == expected.encode()
-    except PenstockError:
-        return False

@@ -23,8 +23,8 @@ _NEW_NAMESPACES = 0x7E020000
 
 # Architecture as seccomp names it, first number of a foreign convention, clone, and what is refused: add_key,
 # request_key, keyctl, perf_event_open, open_by_handle_at, kcmp, bpf, userfaultfd, unshare, setns, mount, umount2,
-# pivot_root, chroot, swapon, swapoff, reboot, kexec_load, kexec_file_load, init_module, finit_module, delete_module, acct,
-# syslog, settimeofday, clock_settime, quotactl.
+# pivot_root, chroot, swapon, swapoff, reboot, kexec_load, kexec_file_load, init_module, finit_module, delete_module,
+# acct, syslog, settimeofday, clock_settime, quotactl.
 _TABLES = {
     "amd64": (
         0xC000003E,

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from penstock_sandbox.backends.docker import hold
+from penstock_sandbox.backends.docker.additions import Account
 from penstock_sandbox.backends.docker.daemon import Json
-from penstock_sandbox.backends.docker.images import WORKDIR, Account
+from penstock_sandbox.backends.docker.images import WORKDIR
 from penstock_sandbox.model import NetworkKind, Resources
 
 NOBODY: Final = "65534:65534"

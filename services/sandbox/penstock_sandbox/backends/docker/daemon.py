@@ -173,14 +173,6 @@ class Daemon:
         """Containers with a label, the stopped ones included unless ``running``."""
         return await self._call(lambda: self._api.containers(all=not running, filters={"label": [label]}))
 
-    async def pause(self, container: str) -> None:
-        """Freeze every process of a container."""
-        await self._call(lambda: self._api.pause(container))
-
-    async def resume(self, container: str) -> None:
-        """Undo ``pause``."""
-        await self._call(lambda: self._api.unpause(container))
-
     async def stats(self, container: str) -> Json:
         """One sample of a container's figures."""
         return await self._call(lambda: self._api.stats(container, decode=None, stream=False, one_shot=True))

@@ -24,11 +24,11 @@ import structlog
 
 from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError, Unavailable
 from penstock_sandbox.backends.docker import hold
+from penstock_sandbox.backends.docker.additions import Account, File, account_in, packed
 from penstock_sandbox.backends.docker.daemon import Daemon, Json, Missing, Refused
 from penstock_sandbox.backends.docker.reaper import KIND, Owner, Reaper
 from penstock_sandbox.backends.docker.wire import Wire
 
-USER = "agent"
 WORKDIR = "/workspace"
 OURS = "/opt/penstock"
 TOOLBOXES = f"{OURS}/toolboxes"
@@ -37,22 +37,11 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _REPOSITORY = "penstock-prepared"
 # To be raised when what is added to an image changes: prepared images are found by it.
 _VERSION = 4
-_FIRST_UID, _LAST_UID = 1000, 60_000
 _ACCOUNT_LABEL = "penstock.account"
 _ACCOUNTS_LIMIT = 4 * 1024 * 1024
 
 _log = structlog.get_logger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """The user that a sandbox's processes run as."""
-
-    uid: int
-    gid: int
-    home: str
-    shell: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +109,7 @@ class Images:
 
         async def make() -> str:
             if not await self.there(name):
-                await self._derive(found["Id"], name, _archive([_File(path, file) for path, file in files.items()]), {})
+                await self._derive(found["Id"], name, packed([File(path, file) for path, file in files.items()]))
             return name
 
         return await self._once(f"prepare {name}", make)
@@ -186,23 +175,23 @@ class Images:
         try:
             passwd, group = [await self._text(container, path) for path in ("/etc/passwd", "/etc/group")]
             shell = "/bin/bash" if await self._has(container, "/bin/bash") else "/bin/sh"
-            account, passwd, group = _account(passwd, group, shell)
+            account, passwd, group = account_in(passwd, group, shell)
             files = [
                 # A tmpfs over a directory gets its mode.
-                _File("/tmp", None, mode=0o1777),  # noqa: S108 - a path in the sandbox
-                _File("/etc", None),
-                _File("/etc/passwd", passwd.encode(errors="surrogateescape"), mode=0o644),
-                _File("/etc/group", group.encode(errors="surrogateescape"), mode=0o644),
-                _File("/home", None),
-                _File(account.home, None, owner=account),
-                _File(WORKDIR, None, owner=account),
-                _File("/opt", None),
-                _File(OURS, None),
-                _File(TOOLBOXES, None),
-                _File(hold.PATH, program),
+                File("/tmp", None, mode=0o1777),  # noqa: S108 - a path in the sandbox
+                File("/etc", None),
+                File("/etc/passwd", passwd.encode(errors="surrogateescape"), mode=0o644),
+                File("/etc/group", group.encode(errors="surrogateescape"), mode=0o644),
+                File("/home", None),
+                File(account.home, None, owner=account),
+                File(WORKDIR, None, owner=account),
+                File("/opt", None),
+                File(OURS, None),
+                File(TOOLBOXES, None),
+                File(hold.PATH, program),
             ]
             label = f"{account.uid}:{account.gid}:{account.home}:{account.shell}"
-            await self._daemon.put(container, "/", _archive(files))
+            await self._daemon.put(container, "/", packed(files))
             await self._commit(container, name, {_ACCOUNT_LABEL: label})
         except Refused as error:
             raise FailedPrecondition(
@@ -212,11 +201,11 @@ class Images:
             await asyncio.shield(asyncio.ensure_future(self._reaper.container(container)))
         return self.described(await self._daemon.image(name))
 
-    async def _derive(self, base: str, name: str, archive: bytes, labels: Mapping[str, str]) -> None:
+    async def _derive(self, base: str, name: str, archive: bytes) -> None:
         container = await self._unstarted(base)
         try:
             await self._daemon.put(container, "/", archive)
-            await self._commit(container, name, labels)
+            await self._commit(container, name, {})
         finally:
             await asyncio.shield(asyncio.ensure_future(self._reaper.container(container)))
 
@@ -263,54 +252,6 @@ class Images:
         self._working.pop(key, None)
         if not task.cancelled():
             task.exception()  # told to whoever waited; nobody may be left
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: str
-    content: bytes | None
-    mode: int = 0o755
-    owner: Account | None = None
-
-
-def _archive(files: list[_File]) -> bytes:
-    sink = io.BytesIO()
-    with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for file in files:
-            member = tarfile.TarInfo(file.path)
-            member.mode = file.mode
-            if file.owner is not None:
-                member.uid, member.gid = file.owner.uid, file.owner.gid
-            if file.content is None:
-                member.type = tarfile.DIRTYPE
-                archive.addfile(member)
-            else:
-                member.size = len(file.content)
-                archive.addfile(member, io.BytesIO(file.content))
-    return sink.getvalue()
-
-
-def _account(passwd: str, group: str, shell: str) -> tuple[Account, str, str]:
-    """The account of the sandbox's user, and both files with it; one that the image has under that name is kept."""
-    accounts = [line.split(":") for line in passwd.splitlines() if line.count(":") >= 6]
-    for fields in accounts:
-        if fields[0] == USER and fields[2].isdigit() and fields[3].isdigit() and int(fields[2]) > 0:
-            home = fields[5] if fields[5].startswith("/") and ":" not in fields[5] else f"/home/{USER}"
-            return Account(int(fields[2]), int(fields[3]), home, shell), passwd, group
-    taken = {fields[2] for fields in accounts} | {fields[3] for fields in accounts}
-    taken |= {line.split(":")[2] for line in group.splitlines() if line.count(":") >= 2}
-    uid = next(number for number in range(_FIRST_UID, _LAST_UID) if str(number) not in taken)
-    account = Account(uid, uid, f"/home/{USER}", shell)
-    root = "" if accounts else "root:x:0:0:root:/root:/sbin/nologin\n"
-    return (
-        account,
-        f"{_ended(passwd)}{root}{USER}:x:{uid}:{uid}:{USER}:{account.home}:{shell}\n",
-        f"{_ended(group)}{USER}:x:{uid}:\n",
-    )
-
-
-def _ended(text: str) -> str:
-    return text if not text or text.endswith("\n") else text + "\n"
 
 
 def _unknown(image: str, what: str) -> NotFound:

@@ -7,7 +7,9 @@ commands is needed in the image; whatever does not hold is told in words, and th
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+from penstock_chassis.errors import PenstockError
 from penstock_sandbox.backends.base import ProcessSink, RawExit, SandboxHandle, StartFailed
 from penstock_sandbox.model import Stream
 
@@ -89,3 +91,21 @@ class _Probe(ProcessSink):
         self.looked.set()
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+def write_nonce(folder: Path, nonce: str) -> None:
+    """Put something into a directory that only who sees the same files can know."""
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o755)
+    file = folder / "nonce"
+    file.write_text(nonce)
+    file.chmod(0o644)
+
+
+async def reads(handle: SandboxHandle, path: str, expected: str) -> bool:
+    """Whether a file in a sandbox holds what was written outside."""
+    try:
+        async with handle.open_read(path, follow_symlink=False) as (_, reader):
+            return await reader.read(0, 256) == expected.encode()
+    except PenstockError:
+        return False

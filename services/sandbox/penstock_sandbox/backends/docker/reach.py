@@ -18,7 +18,6 @@ import abc
 import asyncio
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -27,17 +26,18 @@ from pathlib import Path
 
 from penstock_chassis.errors import Internal, Unavailable
 from penstock_sandbox.attendant import program
+from penstock_sandbox.backends.attended import launch
 from penstock_sandbox.backends.attended.pipe import Opener, Pipe, SandboxGone, unix_socket
 from penstock_sandbox.backends.docker import cgroups, confinement, container, hold
 from penstock_sandbox.backends.docker.daemon import Daemon, Missing, Refused
 from penstock_sandbox.backends.docker.images import OURS, Images, ReadyImage
+from penstock_sandbox.backends.docker.nursery import Nursery
 from penstock_sandbox.backends.docker.reaper import SANDBOX, Owner, Reaper
 from penstock_sandbox.backends.docker.wire import CommandPipes, Wire
 from penstock_sandbox.backends.local.cgroups import Group
 from penstock_sandbox.model import Resources, Stats
 
 _LONGEST_SOCKET = 100
-_START_S = 30.0
 _EXECUTED_TRIES = 2000
 _EXECUTED_PAUSE_S = 0.005
 _PROGRAM = f"{OURS}/attendant"
@@ -115,6 +115,7 @@ class Direct(Reach):
     def __init__(self, state_dir: Path) -> None:
         self._wanted = state_dir / "attendants"
         self._folder = self._wanted
+        self._nursery = Nursery(self._wanted)
         self._filters: dict[str, Path] = {}
 
     async def open(self) -> None:
@@ -125,8 +126,10 @@ class Direct(Reach):
         if len(str(self._wanted)) > _LONGEST_SOCKET - 48:
             self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._nursery = Nursery(await asyncio.to_thread(launch.write_program, self._folder))
 
     async def aclose(self) -> None:
+        await self._nursery.aclose()
         await asyncio.to_thread(shutil.rmtree, self._folder, True)
 
     async def reach(self, started: Started) -> Reached:
@@ -135,18 +138,17 @@ class Direct(Reach):
             group, joins = await asyncio.to_thread(cgroups.of_container, started.pid, started.id)
             await _holds(started.pid)
             if started.writable:
-                os.chmod(f"/proc/{started.pid}/root/.", ROOT_MODE)
+                Path(f"/proc/{started.pid}/root/.").chmod(ROOT_MODE)
             folder.mkdir(mode=0o700)
         except OSError as error:
             raise Unavailable(f"the container cannot be entered: {error}", reason="CREATE_FAILED") from error
         try:
             socket = folder / "socket"
-            argv = ["serve", "--socket", str(socket), "--enter", str(started.pid), "--user", started.user]
-            argv += ["--home", started.image.account.home, "--workdir", started.workdir]
-            argv += ["--seccomp", str(self._filter(started.image.architecture))]
+            arguments = ["--socket", str(socket), "--enter", str(started.pid), "--user", started.user]
+            arguments += ["--seccomp", str(self._filter(started.image.architecture))]
             for join in joins:
-                argv += ["--cgroup", join]
-            await _run_attendant(argv)
+                arguments += ["--cgroup", join]
+            await self._nursery.serve(arguments)
         except BaseException:
             await asyncio.to_thread(shutil.rmtree, folder, True)
             raise
@@ -187,35 +189,6 @@ async def _holds(pid: int) -> None:
     raise ProcessLookupError(f"process {pid} is not the container's")
 
 
-async def _run_attendant(argv: list[str]) -> None:
-    """Run ``serve`` to where its daemon listens. Raises Internal (CREATE_FAILED)."""
-    code = "import sys; from penstock_sandbox.attendant.main import main; sys.exit(main())"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-sPc",
-        code,
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-        # Nothing of the service's own environment (R12).
-        env={"PATH": "/usr/bin:/bin"},
-        cwd="/",
-    )
-    try:
-        async with asyncio.timeout(_START_S):
-            _, errors = await process.communicate()
-    except TimeoutError as error:
-        raise Internal("the attendant did not start in time", reason="CREATE_FAILED") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await asyncio.shield(process.wait())
-    if process.returncode != 0:
-        what = errors.decode(errors="replace").strip()
-        raise Internal(f"the sandbox could not be entered: {what}", reason="CREATE_FAILED")
-
-
 # Sidecar -------------------------------------------------------------------------------------------------------------
 
 
@@ -245,7 +218,9 @@ class Sidecar(Reach):
         name = started.name + SIDECAR_SUFFIX
         # Through the container's first process: the sidecar has a root of its own.
         opened = f"chmod {ROOT_MODE:o} /proc/1/root/. && " if started.writable else ""
-        serve = f"{opened}python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --user {started.user} --seccomp {_FILTER}"
+        serve = (
+            f"{opened}python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --user {started.user} --seccomp {_FILTER}"
+        )
         serve += f" --home {started.image.account.home} --workdir {started.workdir}"
         # The shell only so that the container lives on as its own first process: no text of a caller's is in it.
         argv = ["/bin/sh", "-c", f"{serve} && exec {hold.PATH}"]

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import ssl
 import struct
+import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
@@ -209,10 +210,16 @@ async def _dial_ssh(host: str) -> _Streams:
     argv = ["ssh", "-o", "BatchMode=yes", *(["-p", str(parts.port)] if parts.port else [])]
     argv += ["-l", parts.username] if parts.username else []
     argv += ["--", parts.hostname or "", "docker", "system", "dial-stdio"]
-    process: Any = await asyncio.create_subprocess_exec(
-        *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LIMIT
-    )
-    return process.stdout, process.stdin
+    ours, theirs = socket.socketpair()
+    try:
+        # Not asyncio's own: uvloop forks, which gRPC's threads do not survive; this one is a vfork.
+        subprocess.Popen(argv, stdin=theirs.fileno(), stdout=theirs.fileno())  # noqa: ASYNC220 - milliseconds; it ends with its socket
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return await asyncio.open_connection(sock=ours, limit=_LIMIT)
 
 
 def _unreachable(error: object) -> Unavailable:

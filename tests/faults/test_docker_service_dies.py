@@ -1,0 +1,119 @@
+"""A kill -9 of the service leaves nothing with the Docker daemon once it is back, whatever it was doing."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tests.conformance.sandbox.conftest import Box
+from tests.conformance.sandbox.services import Running, start_on
+from tests.support import dockerd
+
+from penstock.sandbox.v1 import process_service_pb2 as ps
+from penstock.sandbox.v1 import sandbox_pb2 as sb
+from penstock.sandbox.v1 import sandbox_service_pb2 as ss
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest_asyncio.fixture(params=["docker", "docker-sidecar"])
+async def variant(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """Both ways into containers; what another test left with the engine would be told as this one's."""
+    engine = await asyncio.to_thread(dockerd.engine)
+    assert engine.remains() == []
+    yield str(request.param)
+    assert engine.remains() == []
+
+
+async def _create(service: Running) -> Box:
+    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec())
+    return Box(service, (await service.sandboxes.CreateSandbox(request, timeout=120)).sandbox)
+
+
+async def _snapshot(service: Running) -> None:
+    command = ps.Command(shell=f"echo {secrets.token_hex(8)} > kept")
+    request = ss.PrepareSnapshotRequest(spec=ss.SnapshotSpec(setup=[command]))
+    async for _ in service.sandboxes.PrepareSnapshot(request, timeout=120):
+        pass
+
+
+async def _until(holds: Callable[[], bool], what: Callable[[], object]) -> None:
+    """Wait for what the daemon still has to carry out, for as long as a busy machine may need."""
+    for _ in range(600):
+        if await asyncio.to_thread(holds):
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(what())
+
+
+def _attendants(folder: str) -> set[str]:
+    """Processes of this machine that serve sandboxes for the service whose state is in `folder`."""
+    found = set()
+    for process in Path("/proc").iterdir():
+        try:
+            arguments = (process / "cmdline").read_bytes() if process.name.isdigit() else b""
+        except OSError:
+            continue
+        if folder.encode() in arguments and b"attendant.py" in arguments:
+            found.add(process.name)
+    return found
+
+
+async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(variant: str) -> None:
+    """R50, R49"""
+    engine = dockerd.engine()
+    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
+        async with start_on(Path(folder), variant) as service:
+            await _snapshot(service)
+            first = await _create(service)
+            await first.start("p", "sleep", "4905")
+            burst = [asyncio.ensure_future(_create(service)) for _ in range(50)]
+            await burst[0]
+            attendants = _attendants(folder)
+            service.process.send_signal(signal.SIGKILL)
+            await asyncio.gather(*burst, return_exceptions=True)
+        assert engine.remains() != []
+        async with start_on(Path(folder), variant) as service:
+            # The attendants of the dead service end with their containers.
+            await _until(lambda: not attendants & _attendants(folder), lambda: attendants & _attendants(folder))
+            # What the daemon was still told by the dead service comes to light only when it has done it.
+            await _until(lambda: engine.remains() == [], engine.remains)
+            assert await (await _create(service)).out("echo works") == "works"
+            assert len([one for one in engine.remains() if one.startswith("container")]) == (
+                2 if variant == "docker-sidecar" else 1
+            )
+
+
+async def test_what_another_instance_has_is_left_alone(variant: str) -> None:
+    """R50: only our own sandboxes."""
+    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as one, tempfile.TemporaryDirectory() as other:
+        async with start_on(Path(one), variant) as mine:
+            box = await _create(mine)
+            async with start_on(Path(other), variant) as service:
+                assert await (await _create(service)).out("echo works") == "works"
+            assert await box.out("echo alive") == "alive"
+
+
+async def test_a_container_that_is_killed_behind_the_services_back_is_lost_at_once(variant: str) -> None:
+    """R28, R43"""
+    engine = dockerd.engine()
+    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
+        async with start_on(Path(folder), variant) as service:
+            box = await _create(service)
+            await box.start("p", "sleep", "4906")
+            finishing = asyncio.ensure_future(box.finish("p"))
+            watching = asyncio.ensure_future(_states(service, box.id))
+            await asyncio.to_thread(engine.api.kill, f"penstock-{box.id}")
+            assert (await finishing)[2].reason == ps.EXIT_REASON_SANDBOX_LOST
+            assert (await watching)[-1].lost_reason
+
+
+async def _states(service: Running, sandbox_id: str) -> list[sb.Sandbox]:
+    stream = service.sandboxes.WatchSandbox(ss.WatchSandboxRequest(sandbox_id=sandbox_id), timeout=60)
+    return [event.sandbox async for event in stream]

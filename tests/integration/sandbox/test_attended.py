@@ -1,0 +1,425 @@
+"""Sandboxes that an attendant serves, over pipes that break at any moment, and with an agent that wishes it ill."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tests.support.attendants import Attended, Cuts, Heard, TwoWays, beside
+from tests.support.waiting import eventually
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.attendant import frames, program
+from penstock_sandbox.backends.attended.pipe import Armoured, Opener, Pipe, StreamPipe
+from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
+from penstock_sandbox.backends.attended.stream import LinkLost
+from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
+from penstock_sandbox.backends.local.sandbox import LocalSandbox
+from penstock_sandbox.model import NetworkKind, NetworkPolicy, PtySize, SandboxSpec
+from penstock_sandbox.model import Stream as Output
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CONTENT = random.Random(1).randbytes(3_000_000)
+"""More than any window."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def local() -> AsyncIterator[LocalBackend]:
+    """Where the sandboxes come from."""
+    with tempfile.TemporaryDirectory(prefix="penstock-attended-") as folder:
+        Path(folder).chmod(0o755)
+        backend = LocalBackend(LocalOptions(Path(folder) / "local"))
+        await backend.open()
+        assert backend.available, backend.unavailable_reason
+        yield backend
+        await backend.aclose()
+
+
+@pytest.fixture(scope="module")
+def folder() -> str:
+    """A short path: a socket's name has 108 bytes."""
+    return tempfile.mkdtemp(prefix="penstock-at-")
+
+
+async def write(sandbox: AttendedSandbox, path: str, content: bytes) -> None:
+    async with sandbox.open_write(path, 0o644) as writer:
+        for start in range(0, len(content), 256 * 1024):
+            await writer.write(content[start : start + 256 * 1024])
+        await writer.commit()
+
+
+async def read(sandbox: AttendedSandbox, path: str) -> bytes:
+    content = bytearray()
+    async with sandbox.open_read(path, follow_symlink=False) as (_, reader):
+        while data := await reader.read(len(content), 256 * 1024):
+            content += data
+    return bytes(content)
+
+
+# Pipes that break ----------------------------------------------------------------------------------------------------
+
+
+def cutting(*amounts: int | None) -> tuple[list[Cuts], object]:
+    made: list[Cuts] = []
+
+    def wrap(opener: Opener, _: Path) -> Opener:
+        made.append(Cuts(opener, amounts))
+        return made[0]
+
+    return made, wrap
+
+
+AMOUNTS = [3000, 1, 1017, 18, 700_000, 70_001, 17, 300_000, 1_000_003]
+
+
+async def test_output_comes_whole_over_pipes_that_break_anywhere(local: LocalBackend, folder: str) -> None:
+    """R26: a cut pipe loses and doubles nothing."""
+    cuts, wrap = cutting(*AMOUNTS, None)
+    async with beside(local, Path(folder), wrap) as one:  # type: ignore[arg-type]
+        await one.sandbox.open()
+        _, heard = await one.start("/bin/sh", "-c", "seq 400000; seq 1000 >&2; exit 7")
+        assert (await heard.end()).code == 7
+        assert heard.out == b"".join(b"%d\n" % number for number in range(1, 400_001))
+        assert len(cuts[0].pipes) > 5
+        assert not one.lost
+
+
+async def test_files_go_in_and_come_out_whole_over_pipes_that_break_anywhere(local: LocalBackend, folder: str) -> None:
+    """R44"""
+    cuts, wrap = cutting(*AMOUNTS, *AMOUNTS, None)
+    async with beside(local, Path(folder), wrap) as one:  # type: ignore[arg-type]
+        await one.sandbox.open()
+        await write(one.sandbox, "/workspace/file", CONTENT)
+        assert (await one.out("sha256sum file")).split()[0] == hashlib.sha256(CONTENT).hexdigest()
+        assert await read(one.sandbox, "/workspace/file") == CONTENT
+        assert await one.out("ls -A") == "file"
+        assert len(cuts[0].pipes) > 10
+
+
+async def test_input_arrives_once_and_in_order_over_pipes_that_break(local: LocalBackend, folder: str) -> None:
+    """R26, R67"""
+    _, wrap = cutting(*AMOUNTS, None)
+    async with beside(local, Path(folder), wrap) as one:  # type: ignore[arg-type]
+        await one.sandbox.open()
+        handle, heard = await one.start("/usr/bin/sha256sum", stdin=True)
+        await handle.write_stdin(CONTENT)
+        await handle.close_stdin()
+        await heard.end()
+        assert heard.out.split()[0].decode() == hashlib.sha256(CONTENT).hexdigest()
+
+
+CALL = """
+import socket, sys, hashlib
+s = socket.create_connection(("127.0.0.1", 4000))
+s.sendall(b"q" * 1500000)
+s.shutdown(socket.SHUT_WR)
+h = hashlib.sha256()
+while d := s.recv(65536):
+    h.update(d)
+print(h.hexdigest())
+"""
+
+
+async def test_a_model_call_does_not_notice_that_the_pipe_under_it_breaks(local: LocalBackend, folder: str) -> None:
+    """R26, R34: the agent sees one call, the upstream too."""
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.read(-1))
+        writer.write(CONTENT)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        upstream = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        cuts, wrap = cutting(*AMOUNTS, *AMOUNTS, None)
+        async with beside(local, Path(folder), wrap) as one:  # type: ignore[arg-type]
+            await one.sandbox.open(NetworkPolicy(NetworkKind.ONE_ENDPOINT, 4000, upstream))
+            assert await one.out(f"python3 -c '{CALL}'") == hashlib.sha256(CONTENT).hexdigest()
+            assert [len(question) for question in asked] == [1_500_000]
+            assert len(cuts[0].pipes) > 10
+
+
+async def test_a_process_runs_on_while_nobody_is_attached(local: LocalBackend, folder: str) -> None:
+    """R26: a broken stream loses neither a process nor a byte."""
+    cuts, wrap = cutting(None)
+    async with beside(local, Path(folder), wrap) as one:  # type: ignore[arg-type]
+        await one.sandbox.open()
+        handle, heard = await one.start("/bin/bash", "-c", "echo one; read x; echo $x; exit 3", stdin=True)
+        await heard.until(lambda: heard.out == b"one\n")
+        await cuts[0].cut()
+        await handle.write_stdin(b"two\n")
+        assert (await heard.end()).code == 3
+        assert heard.out == b"one\ntwo\n"
+        assert len(cuts[0].pipes) == 2
+
+
+async def test_a_channel_of_single_deliveries_is_a_pipe_too(local: LocalBackend, folder: str) -> None:
+    """R26: ``put`` and ``attach --output-only``, as where input cannot be streamed."""
+    opened: list[TwoWays] = []
+
+    def wrap(_: Opener, socket: Path) -> Opener:
+        async def both() -> Pipe:
+            opened.append(await TwoWays.open([f"{folder}/attendant.py", "--socket", str(socket)]))
+            return Armoured(opened[-1])
+
+        return both
+
+    async with beside(local, Path(folder), wrap) as one:
+        await one.sandbox.open()
+        await write(one.sandbox, "/workspace/small", b"content")
+        assert opened[0].puts <= 3, "a small file is one delivery"
+        assert await one.out("cat small") == "content"
+        await write(one.sandbox, "/workspace/file", CONTENT)
+        assert await read(one.sandbox, "/workspace/file") == CONTENT
+        assert len(opened) == 1
+
+
+async def test_an_attendant_within_the_sandbox_is_reached_by_a_program_run_in_it(local: LocalBackend) -> None:
+    """R53: all that a backend needs is to run programs."""
+    backing = await local.create("within", SandboxSpec(), (), lambda _: None)
+    assert isinstance(backing, LocalSandbox)
+    async with backing.open_write("/home/agent/attendant.py", 0o644) as writer:
+        await writer.write(program.text().encode())
+        await writer.commit()
+    command = ["python3", "/home/agent/attendant.py"]
+    socket = ["--socket", "/home/agent/.attendant/socket"]
+
+    async def run(*argv: str, stdin: bool = False) -> tuple[object, Heard]:
+        heard = Heard()
+        return await backing.start(argv, backing.default_env, backing.workdir, heard, stdin=stdin, pty=None), heard
+
+    _, serving = await run(*command, "serve", *socket, "--confine")
+    assert (await serving.end()).code == 0, serving.outputs
+
+    async def attach() -> Pipe:
+        handle, heard = await run(*command, "attach", *socket, "--armour", stdin=True)
+        return Armoured(_Run(handle, heard))
+
+    lost: list[str] = []
+    sandbox = AttendedSandbox(
+        "within",
+        attach,
+        home=backing.home,
+        workdir=backing.workdir,
+        user=backing.user,
+        default_env=backing.default_env,
+        on_lost=lost.append,
+        destroy=backing.destroy,
+    )
+    greeting = await sandbox.open()
+    assert greeting.pty and not greeting.user_switch
+    one = Attended(sandbox, backing, Path())
+    await write(sandbox, "/workspace/file", CONTENT)
+    assert (await one.out("sha256sum < file")).split()[0] == hashlib.sha256(CONTENT).hexdigest()
+    handle, heard = await one.start("/bin/bash", "-c", "(setsid sleep 4931 &); echo up; sleep 4932")
+    await heard.until(lambda: heard.out == b"up\n")
+    await handle.kill()
+    assert await one.out("pgrep -c sleep || true") == "0"
+    handle, heard = await one.start("/bin/bash", "-c", "stty size; read x; stty size", pty=PtySize(11, 22))
+    await heard.until(lambda: b"11 22" in heard.out)
+    await handle.resize(PtySize(33, 44))
+    await handle.write_stdin(b"\n")
+    await heard.end()
+    assert b"33 44" in heard.out
+    await sandbox.destroy()
+    assert not lost
+
+
+class _Run:
+    """A pipe over a process of the sandbox that is reached in another way."""
+
+    def __init__(self, handle: object, heard: Heard) -> None:
+        self._handle = handle
+        self._heard = heard
+
+    async def send(self, data: bytes) -> None:
+        await self._handle.write_stdin(data)  # type: ignore[attr-defined]
+
+    async def received(self) -> AsyncIterator[bytes]:
+        while not (self._heard.was_lost or self._heard.exit):
+            await self._heard.until(lambda: bool(self._heard.out) or self._heard.was_lost)
+            data = self._heard.out
+            self._heard.outputs[Output.STDOUT].clear()
+            yield data
+
+    async def aclose(self) -> None:
+        return
+
+
+# Ends ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_attendant_that_dies_is_a_sandbox_lost_at_once_for_everybody(local: LocalBackend, folder: str) -> None:
+    """R43"""
+    async with beside(local, Path(folder)) as one:
+        await one.sandbox.open()
+        _, heard = await one.start("/bin/sleep", "4941")
+        os.kill(_listener(one.socket), signal.SIGKILL)
+        await heard.until(lambda: heard.was_lost)
+        assert one.lost == ["ATTENDANT_ENDED"]
+        with pytest.raises(FailedPrecondition) as caught:
+            await one.out("true")
+        assert caught.value.reason == "SANDBOX_LOST"
+        await one.sandbox.destroy()
+        assert one.lost == ["ATTENDANT_ENDED"], "told once"
+
+
+async def test_an_attendant_that_cannot_be_reached_is_given_up_after_a_while(local: LocalBackend, folder: str) -> None:
+    """R41, R43"""
+    reachable = [True]
+
+    def wrap(opener: Opener, _: Path) -> Opener:
+        async def sometimes() -> Pipe:
+            if not reachable[0]:
+                raise OSError("no route")
+            return await opener()
+
+        return Cuts(sometimes, [None])
+
+    async with beside(local, Path(folder), wrap, lost_after_s=0.3) as one:
+        await one.sandbox.open()
+        _, heard = await one.start("/bin/sleep", "4942")
+        reachable[0] = False
+        await one.sandbox._link._opener.cut()  # type: ignore[attr-defined]
+        await heard.until(lambda: heard.was_lost)
+        assert one.lost == ["ATTENDANT_UNREACHABLE"]
+
+
+async def test_what_the_backend_knows_to_be_gone_is_lost_at_once(local: LocalBackend, folder: str) -> None:
+    """R43"""
+    async with beside(local, Path(folder)) as one:
+        await one.sandbox.open()
+        _, heard = await one.start("/bin/sleep", "4943")
+        starting = asyncio.create_task(one.out("sleep 4944"))
+        await eventually(lambda: len(one.sandbox._processes) == 2, "the second process is on its way")
+        one.sandbox.lose("PROVIDER_SAYS_SO")
+        assert heard.was_lost and one.lost == ["PROVIDER_SAYS_SO"]
+        with pytest.raises((FailedPrecondition, AssertionError)):
+            await starting
+
+
+async def test_another_service_finds_a_clean_table(local: LocalBackend, folder: str) -> None:
+    """R50: what ran for the one before is killed."""
+    async with beside(local, Path(folder)) as one:
+        await one.sandbox.open()
+        _, heard = await one.start("/bin/bash", "-c", "(setsid sleep 4951 &); echo up; sleep 4952")
+        await heard.until(lambda: heard.out == b"up\n")
+        await one.sandbox._link.aclose()
+        from penstock_sandbox.backends.attended.pipe import unix_socket
+
+        lost: list[str] = []
+        second = AttendedSandbox(
+            "second",
+            unix_socket(str(one.socket)),
+            home=one.backing.home,
+            workdir=one.backing.workdir,
+            user=one.backing.user,
+            default_env=one.backing.default_env,
+            on_lost=lost.append,
+            destroy=one.backing.destroy,
+        )
+        await second.open()
+        gone = "for i in $(seq 1000); do pgrep sleep >/dev/null || exit 0; done; exit 1"
+        await Attended(second, one.backing, one.socket).out(gone)
+        await second.destroy()
+
+
+def _listener(path: Path) -> int:
+    """The process that listens at a Unix socket."""
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes().split(b"\0")
+            name = (entry / "comm").read_text().strip()
+        except OSError:
+            continue
+        if str(path).encode() in line and name == "attendant":
+            return int(entry.name)
+    raise AssertionError("nobody listens")
+
+
+# Hostile parties -----------------------------------------------------------------------------------------------------
+
+
+async def test_an_agent_can_neither_find_signal_nor_read_its_attendant_and_its_keepers(
+    local: LocalBackend, folder: str
+) -> None:
+    """R14, R40: the attendant is not in the agent's process namespace, and the keepers are another user's."""
+    probe = """
+        for p in /proc/[0-9]*; do
+          read -r name < $p/comm || continue
+          case $name in
+            attendant) echo "sees the attendant";;
+            keeper)
+              found=yes
+              kill -0 ${p#/proc/} 2>/dev/null && echo "may signal a keeper"
+              for secret in environ mem maps root/etc/passwd fd/0; do
+                [ -r $p/$secret ] && head -c1 $p/$secret >/dev/null 2>&1 && echo "reads $secret"
+              done;;
+          esac
+        done
+        echo "keepers: $found"
+    """
+    async with beside(local, Path(folder)) as one:
+        greeting = await one.sandbox.open()
+        said = (await one.out(probe)).splitlines()
+        if greeting.user_switch:
+            assert said == ["keepers: yes"]
+        else:
+            # An ordinary user's keepers are its own user's; tracing and reading them is closed all the same.
+            assert set(said) <= {"keepers: yes", "may signal a keeper"}
+
+
+async def test_processes_beside_which_nothing_stands_have_no_privilege(local: LocalBackend, folder: str) -> None:
+    """R55: what enters a sandbox from outside brings no right along."""
+    async with beside(local, Path(folder)) as one:
+        await one.sandbox.open()
+        status = dict(
+            line.split(":\t", 1) for line in (await one.out("cat /proc/self/status")).splitlines() if ":\t" in line
+        )
+        assert {int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {0}
+        assert status["NoNewPrivs"] == "1"
+        assert (await one.out("id -u; id -G")).split() == ["1000", "1000"]
+        assert await one.out("ls /proc/self/fd | wc -l") == "4", "three, and the listing's own"
+
+
+async def test_a_peer_that_is_no_attendant_is_given_up() -> None:
+    """R80: what comes from a sandbox is not trusted."""
+
+    async def lie(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(frames.encode(frames.READY, 0, 0, b'{"version":1,"instance":"x","attachment":7}'))
+
+    server = await asyncio.start_server(lie, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+
+    async def connect() -> Pipe:
+        return StreamPipe(*await asyncio.open_connection("127.0.0.1", port))
+
+    async def destroy() -> None:
+        return
+
+    async with server:
+        sandbox = AttendedSandbox(
+            "lies",
+            connect,
+            home="/",
+            workdir="/",
+            user="agent",
+            default_env={},
+            on_lost=lambda _: None,
+            destroy=destroy,
+        )
+        with pytest.raises(LinkLost) as caught:
+            await sandbox.open()
+        assert caught.value.reason == "ATTENDANT_MISBEHAVED"
+        await sandbox.destroy()

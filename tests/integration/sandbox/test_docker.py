@@ -1,0 +1,355 @@
+"""The Docker backend on a real engine: what holds a container, what it is made of, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support import dockerd
+from tests.support.registry import registry
+
+from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError
+from penstock_sandbox.backends.base import MountedToolbox, ProcessSink, RawExit, SandboxHandle, StartFailed
+from penstock_sandbox.backends.docker.backend import DockerBackend, DockerOptions
+from penstock_sandbox.model import ForkKind, NetworkKind, Resources, SandboxSpec, Stream
+
+pytestmark = pytest.mark.asyncio
+
+REACHES = ("direct", "sidecar")
+
+
+class Collected(ProcessSink):
+    """What a process wrote, and its end."""
+
+    def __init__(self) -> None:
+        self.text = b""
+        self.ended: asyncio.Future[RawExit | None] = asyncio.get_running_loop().create_future()
+        self.closed_output = asyncio.Event()
+
+    def output(self, stream: Stream, data: bytes) -> None:
+        self.text += data
+
+    def closed(self, stream: Stream) -> None:
+        if stream is Stream.STDOUT:
+            self.closed_output.set()
+
+    def exited(self, exit: RawExit) -> None:  # noqa: A002
+        self.ended.set_result(exit)
+
+    def lost(self) -> None:
+        self.closed_output.set()
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+@asynccontextmanager
+async def backend(folder: Path, reach: str = "direct", **options: Any) -> AsyncIterator[DockerBackend]:
+    """An opened backend on the session's engine."""
+    engine = await asyncio.to_thread(dockerd.engine)
+    chosen = DockerOptions(
+        state_dir=folder / "docker",
+        image=dockerd.BASE,
+        sidecar_image=dockerd.BASE,
+        host=engine.host,
+        reach=reach,
+        tmp_bytes=64 << 20,
+    )
+    opened = DockerBackend(replace(chosen, **options))
+    await opened.open()
+    try:
+        yield opened
+    finally:
+        await opened.aclose()
+    assert engine.remains() == []
+
+
+async def create(opened: DockerBackend, **spec: Any) -> SandboxHandle:
+    """A sandbox."""
+    toolboxes: Sequence[MountedToolbox] = spec.pop("toolboxes", ())
+    return await opened.create(f"sb-{secrets.token_hex(16)}", SandboxSpec(**spec), toolboxes, lambda _: None)
+
+
+async def run(handle: SandboxHandle, *argv: str, env: dict[str, str] | None = None) -> tuple[int | None, str]:
+    """A command's exit code and what it wrote."""
+    sink = Collected()
+    process = await handle.start(
+        argv, {**handle.default_env, **(env or {})}, handle.workdir, sink, stdin=False, pty=None
+    )
+    ended = await sink.ended
+    await sink.closed_output.wait()
+    await process.aclose()
+    return ended.code if ended is not None else None, sink.text.decode()
+
+
+async def failure(awaitable: Any) -> PenstockError:
+    """The error of what must fail."""
+    with pytest.raises(PenstockError) as raised:
+        await awaitable
+    return raised.value
+
+
+# What holds a container ----------------------------------------------------------------------------------------------
+
+_PROBE = r"""
+import ctypes, json, os, pathlib
+libc = ctypes.CDLL(None, use_errno=True)
+def attempt(call):
+    ctypes.set_errno(0)
+    return "allowed" if call() == 0 else os.strerror(ctypes.get_errno())
+status = dict(line.split(":\t", 1) for line in pathlib.Path("/proc/self/status").read_text().splitlines())
+others = []
+for folder in pathlib.Path("/proc").glob("[0-9]*"):
+    uid = folder.stat().st_uid
+    if uid != os.getuid():
+        pid = int(folder.name)
+        traced = libc.ptrace(16, pid, 0, 0) == 0
+        try:
+            os.kill(pid, 0); signalled = True
+        except PermissionError:
+            signalled = False
+        readable = os.access(folder / "environ", os.R_OK) or os.access(folder / "root" / ".", os.R_OK)
+        others.append((folder.joinpath("comm").read_text().strip(), traced or signalled or readable))
+print(json.dumps({
+    "caps": [status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")],
+    "privileges": status["NoNewPrivs"], "seccomp": status["Seccomp"],
+    "ids": status["Uid"].split() + status["Gid"].split(),
+    "groups": status["Groups"].split(),
+    "user namespace": attempt(lambda: libc.unshare(0x10000000)),
+    "mount namespace": attempt(lambda: libc.unshare(0x20000)),
+    "mount": attempt(lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, None)),
+    "keyring": attempt(lambda: min(0, libc.syscall(250, 0, -3, 1))),
+    "others": others, "sys": os.listdir("/sys"),
+    "core": __import__("resource").getrlimit(__import__("resource").RLIMIT_CORE),
+    "descriptors": len(os.listdir("/proc/self/fd")),
+}))
+"""
+
+
+@pytest.mark.parametrize("reach", REACHES)
+async def test_what_runs_in_a_container_has_no_privilege_and_reaches_nobody_else(tmp_path: Path, reach: str) -> None:
+    """R13, R55: seen from inside."""
+    async with backend(tmp_path, reach) as opened:
+        handle = await create(opened, resources=Resources(pids=100))
+        code, text = await run(handle, "python3", "-c", _PROBE)
+        assert code == 0, text
+        seen = json.loads(text)
+        assert set("".join(seen["caps"])) == {"0"}
+        assert (seen["privileges"], seen["seccomp"]) == ("1", "2")
+        assert set(seen["ids"]) == {"1000"} and set(seen["groups"]) <= {"1000"}
+        for refused in ("user namespace", "mount namespace", "mount", "keyring"):
+            assert seen[refused] == "Operation not permitted", refused
+        # The first process and the keeper; beside a sidecar its processes too. None can be touched.
+        assert [name for name, reached in seen["others"] if reached] == []
+        assert {"hold", "keeper"} <= {name for name, _ in seen["others"]}
+        assert seen["sys"] == [] and seen["core"] == [0, 0] and seen["descriptors"] == 4
+
+
+@pytest.mark.parametrize("reach", REACHES)
+async def test_no_secret_and_no_host_setting_is_in_what_the_daemon_tells(tmp_path: Path, reach: str) -> None:
+    """R1, R2, R47: docker inspect shows neither environments nor commands; nothing of the host is mounted."""
+    secret = "sk-test '$(leak)"
+    async with backend(tmp_path, reach) as opened:
+        handle = await create(opened, env={"KEY": secret})
+        assert await run(handle, "printenv", "KEY", env={"KEY": secret}) == (0, f"{secret}\n")
+        api = dockerd.engine().api
+        found = api.containers(filters={"label": ["penstock.sandbox"]})
+        assert len(found) == (2 if reach == "sidecar" else 1)
+        for one in found:
+            told = api.inspect_container(one["Id"])
+            assert secret not in json.dumps(told)
+            host = told["HostConfig"]
+            assert not host["Privileged"] and host["CapDrop"] == ["ALL"] and not host["Binds"]
+            assert "no-new-privileges" in host["SecurityOpt"] and host["LogConfig"]["Type"] == "none"
+            assert [mount for mount in told["Mounts"] if mount["Type"] == "bind"] == []
+            if told["Name"].endswith("-sidecar"):
+                assert host["ReadonlyRootfs"] and host["NetworkMode"].startswith("container:")
+            else:
+                assert host["NetworkMode"] == "none" and not host["CapAdd"]
+
+
+async def test_limits_are_those_of_the_container_and_the_swap_is_none(tmp_path: Path) -> None:
+    """R55"""
+    async with backend(tmp_path) as opened:
+        await create(opened, resources=Resources(cpu=0.5, memory_bytes=96 << 20, pids=50))
+        (one,) = dockerd.engine().api.containers(filters={"label": ["penstock.sandbox"]})
+        host = dockerd.engine().api.inspect_container(one["Id"])["HostConfig"]
+        assert (host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (96 << 20, 96 << 20, 50)
+        assert host["NanoCpus"] == 500_000_000
+
+
+async def test_a_read_only_root_is_one_and_then_nothing_can_be_kept(tmp_path: Path) -> None:
+    """R55: bounded memory for what is written; forks and diffs are not declared, and refused."""
+    async with backend(tmp_path, read_only=True) as opened:
+        assert opened.capabilities.fork is ForkKind.NONE and not opened.capabilities.diff
+        assert opened.capabilities.limit_disk
+        handle = await create(opened, resources=Resources(disk_bytes=8 << 20))
+        assert (await run(handle, "sh", "-c", "echo x > /new"))[0] != 0
+        assert await run(handle, "sh", "-c", "echo x > file; echo y > ~/file; cat file ~/file") == (0, "x\ny\n")
+        assert (await run(handle, "dd", "if=/dev/zero", "of=big", "bs=1M", "count=9"))[0] != 0
+        with pytest.raises(FailedPrecondition):
+            opened.refuse_unsupported(SandboxSpec(snapshot_id="any"))
+
+
+# What it is made of --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reach", REACHES)
+async def test_an_image_needs_neither_python_nor_a_shell_of_ours(tmp_path: Path, reach: str) -> None:
+    """R45: one static program is enough; files, processes and snapshots are as everywhere."""
+    async with backend(tmp_path, reach) as opened:
+        handle = await create(opened, image=dockerd.TINY)
+        with pytest.raises(StartFailed):
+            await run(handle, "/bin/bash", "-c", "true")
+        async with handle.open_write(f"{handle.workdir}/kept", 0o644) as writer:
+            await writer.write(b"kept\n")
+            await writer.commit()
+        assert await run(handle, "cat", "kept") == (0, "kept\n")
+        assert await run(handle, "id", "-un") == (0, "agent\n")
+        await opened.seal(handle, "ss-tiny")
+        child = await create(opened, snapshot_id="ss-tiny")
+        assert await run(child, "cat", "kept") == (0, "kept\n")
+
+
+async def test_an_image_is_pulled_once_for_all_who_want_it(tmp_path: Path) -> None:
+    """R51: single-flight; even an image that holds one empty file is a sandbox."""
+    marker = secrets.token_hex(8)
+    async with registry(marker) as served, backend(tmp_path) as opened:
+        made = await asyncio.gather(*(create(opened, image=served.image) for _ in range(3)))
+        for handle in made:
+            assert (await handle.stat(f"/{marker}")).size == 0
+            assert handle.default_env["FROM_IMAGE"] == "yes"
+        assert sum(count for asked, count in served.asked.items() if "/blobs/" in asked) == 2
+
+
+async def test_a_pull_has_a_deadline_of_its_own_and_can_be_given_up(tmp_path: Path) -> None:
+    """R51, R41"""
+    async with registry("x", answering=False) as served, backend(tmp_path, pull_timeout_s=0.5) as opened:
+        error = await failure(create(opened, image=served.image))
+        assert isinstance(error, DeadlineExceeded) and error.reason == "IMAGE_PULL_TIMEOUT"
+        assert served.image in error.message
+
+
+async def test_an_image_that_is_not_there_or_not_allowed_is_refused_by_its_name(tmp_path: Path) -> None:
+    """R54, R63"""
+    async with registry("x") as served, backend(tmp_path, allowed_images=("127.0.0.1:*",)) as opened:
+        missing = f"{served.address}/imaginary:7"
+        error = await failure(create(opened, image=missing))
+        assert isinstance(error, NotFound) and error.reason == "IMAGE_UNKNOWN" and missing in error.message
+        error = await failure(create(opened, image="docker.io/library/debian"))
+        assert isinstance(error, FailedPrecondition) and error.reason == "IMAGE_NOT_ALLOWED"
+        error = await failure(create(opened, image="127.0.0.1:not a name"))
+        assert error.reason == "IMAGE_UNKNOWN"
+
+
+async def test_toolboxes_are_copied_once_to_a_daemon_that_does_not_see_our_files(tmp_path: Path) -> None:
+    """R52: read-only in every sandbox, and gone with the service."""
+    source = tmp_path / "tools"
+    (source / "bin").mkdir(parents=True)
+    tool = source / "bin" / "tool"
+    tool.write_text("#!/bin/sh\necho from the toolbox\n")
+    tool.chmod(0o755)
+    (source / "bin" / "link").symlink_to("tool")
+    box = MountedToolbox("tools", source, "/opt/penstock/toolboxes/tools", ("/opt/penstock/toolboxes/tools/bin",), {})
+    async with backend(tmp_path) as opened:
+        assert opened._mounts.same_files
+        bound = await create(opened, toolboxes=[box])
+        opened._mounts.same_files = False
+        copied = [await create(opened, toolboxes=[box]) for _ in range(2)]
+        for handle in (bound, *copied):
+            assert await run(handle, "tool") == (0, "from the toolbox\n")
+            assert await run(handle, "link") == (0, "from the toolbox\n")
+            assert (await run(handle, "sh", "-c", ": > /opt/penstock/toolboxes/tools/new"))[0] != 0
+        volumes = dockerd.engine().api.volumes(filters={"label": ["penstock.instance"]})["Volumes"]
+        assert len(volumes) == 1
+
+
+@pytest.mark.parametrize("reach", REACHES)
+async def test_the_diff_holds_what_was_changed_whatever_its_name_and_mode(tmp_path: Path, reach: str) -> None:
+    """R76"""
+    script = (
+        "mkdir -p new/deep 'a b'; echo 1 > new/deep/file; echo 2 > 'a b/c'; chmod 000 'a b/c'; mkdir empty;"
+        "ln new/deep/file hard; ln -s /etc/shadow link; mkfifo pipe; chmod 700 ~; rm -rf gone; mkdir gone"
+    )
+    async with backend(tmp_path, reach) as opened:
+        base = await create(opened)
+        assert (await run(base, "sh", "-c", "mkdir gone; echo x > gone/x"))[0] == 0
+        await opened.seal(base, "ss-base")
+        handle = await create(opened, snapshot_id="ss-base")
+        assert (await run(handle, "sh", "-c", script)) == (0, "")
+        pieces = [piece async for piece in handle.diff()]
+    names, deleted = await asyncio.to_thread(_read_tar, pieces)
+    wanted = {"new", "new/deep", "new/deep/file", "a b", "a b/c", "empty", "hard", "link"}
+    assert {f"workspace/{name}" for name in wanted} <= names
+    assert names - {f"workspace/{name}" for name in wanted} <= {"workspace/gone"}
+    assert deleted in (["/workspace/gone"], ["/workspace/gone/x"])
+
+
+def _read_tar(pieces: list[bytes | list[str]]) -> tuple[set[str], list[str]]:
+    import io
+    import tarfile
+
+    *chunks, deleted = pieces
+    assert isinstance(deleted, list)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(chunk for chunk in chunks if isinstance(chunk, bytes)))) as archive:
+        return {member.name for member in archive}, deleted
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_daemon_that_is_not_there_is_told_with_what_to_do(tmp_path: Path) -> None:
+    """R48, R27"""
+    options = DockerOptions(
+        state_dir=tmp_path / "docker", image="any", sidecar_image="any", host=f"unix://{tmp_path}/nobody.sock"
+    )
+    opened = DockerBackend(options)
+    await opened.open()
+    assert not opened.available and "docker_host" in opened.unavailable_reason
+    with pytest.raises(FailedPrecondition) as refused:
+        opened.refuse_unsupported(SandboxSpec())
+    assert refused.value.reason == "BACKEND_UNAVAILABLE"
+    await opened.aclose()
+
+
+async def test_a_missing_sdk_is_told_with_what_to_install(tmp_path: Path) -> None:
+    """R48, R53"""
+    script = f"""
+import asyncio, sys
+sys.modules["docker"] = None
+from pathlib import Path
+from penstock_sandbox.backends.docker.backend import DockerBackend, DockerOptions
+opened = DockerBackend(DockerOptions(state_dir=Path({str(tmp_path)!r}), image="any", sidecar_image="any"))
+asyncio.run(opened.open())
+print(opened.unavailable_reason)
+"""
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert "pip install 'penstock-sandbox[docker]'" in done.stdout
+
+
+async def test_a_runtime_that_the_daemon_lacks_makes_the_backend_unavailable(tmp_path: Path) -> None:
+    """R55: never a silent downgrade."""
+    async with backend(tmp_path, runtime="imaginary") as opened:
+        assert "imaginary" in opened.unavailable_reason
+
+
+async def test_an_image_is_not_pulled_for_a_backend_that_nobody_chose(tmp_path: Path) -> None:
+    """R54"""
+    async with registry("x") as served, backend(tmp_path, image=served.image, may_pull=False) as opened:
+        assert served.image in opened.unavailable_reason and not served.asked
+
+
+async def test_networks_that_are_not_offered_are_refused(tmp_path: Path) -> None:
+    """R55, R14"""
+    async with backend(tmp_path) as opened:
+        assert opened.capabilities.networks == {NetworkKind.NONE, NetworkKind.ONE_ENDPOINT}
