@@ -6,6 +6,7 @@ MAKEFLAGS += --no-builtin-rules
 
 PYTHON ?= python3
 SEED ?= 1
+EXTRAS ?= docker,node
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -48,6 +49,20 @@ lint: $(DEV_STAMP) ## style, types, protos and layering
 protos: $(DEV_STAMP) ## generate the Python stubs from protos/
 	@$(BIN)/python protos/generate.py
 
+.PHONY: credentials
+credentials: $(STAMP) ## certificates, tokens and .env for docker compose (docs/guides/compose.md)
+	@$(PIP) install -c constraints.txt -e "./clients/python/sdk[credentials]"
+	@$(BIN)/penstock credentials credentials
+	@[ -e .env ] || printf '%s\n' "PENSTOCK_DOCKER_GID=$$(stat -L -c %g /var/run/docker.sock 2>/dev/null || echo 0)" \
+		"PENSTOCK_MODEL_DIR=./runs/demo/latest/model" >.env
+
+.PHONY: wheels
+wheels: $(STAMP) ## bring what the images install from a package index into wheels/, for builds that reach none
+	@rm -rf wheels
+	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation -c constraints.txt -w wheels \
+		hatchling $(addprefix ./,$(filter-out clients/python/sdk,$(DISTRIBUTIONS))) "./services/sandbox[$(EXTRAS)]"
+	@rm -f wheels/penstock*
+
 .PHONY: bench
 bench: $(STAMP) ## measure; docs/benchmarks.md says what the figures mean
 	@$(BIN)/python -m benchmarks
@@ -64,7 +79,7 @@ constraints: $(DEV_STAMP) ## pin what is installed now, once its tests have pass
 
 .PHONY: clean
 clean: ## remove the environment, caches and runs
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs wheels
 	@find . -name __pycache__ -not -path './node_modules/*' -prune -exec rm -rf {} +
 
 # One environment for everything. The build backend comes first, so that the editable installs need no isolated builds;

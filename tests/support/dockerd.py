@@ -30,8 +30,8 @@ TINY: Final = "penstock-test/busybox:1"
 """One static program and its names: neither Python nor bash."""
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "docker"
-_BASE_TAR = _CACHE / "debian-1.tar"
-_PACKAGES = "ca-certificates,git,procps,python3"
+_BASE_TAR = _CACHE / "debian-2.tar"
+_PACKAGES = "ca-certificates,git,procps,python3,python3-venv"
 _NEEDED = ("dockerd", "containerd", "runc", "debootstrap", "busybox")
 _ADVICE = "apt-get install -y --no-install-recommends docker.io debootstrap busybox-static"
 _READY_S = 60.0

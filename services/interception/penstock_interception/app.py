@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import aiohttp
 import structlog
@@ -88,7 +89,8 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         )
         address = await stack.enter_async_context(_listening(ingress.app(), settings))
         intercept = InterceptServicer(turns, CallWriter(parse), stopping, heartbeat_s=settings.heartbeat_s)
-        gate = RolloutGateServicer(turns, dialects, lambda: address, stopping)
+        reached = settings.ingress_address or (f"tls:{address}" if settings.ingress_tls_cert else address)
+        gate = RolloutGateServicer(turns, dialects, lambda: reached, stopping)
         yield Service(
             registrations=[
                 (gate, register_gate),
@@ -106,12 +108,12 @@ async def _sources(
     inference: dict[str, Callable[[str], ModelSource]] = {}
     if settings.inference_address:
         token = settings.inference_token.get_secret_value() if settings.inference_token else None
-        channel = await stack.enter_async_context(connect(settings.inference_address, token))
+        tls = _tls(settings.inference_ca)
+        channel = await stack.enter_async_context(connect(settings.inference_address, token, tls))
         inference["default"] = partial(InferenceSource, channel, codecs)
     for name, endpoint in settings.inference.items():
-        tls = ClientTls(endpoint.tls_ca) if endpoint.tls_ca is not None else None
         token = endpoint.token.get_secret_value() if endpoint.token else None
-        channel = await stack.enter_async_context(connect(endpoint.address, token, tls))
+        channel = await stack.enter_async_context(connect(endpoint.address, token, _tls(endpoint.tls_ca)))
         inference[name] = partial(InferenceSource, channel, codecs)
     upstreams = {
         name: Endpoint(upstream.base_url, upstream.api_key.get_secret_value() if upstream.api_key else None)
@@ -125,6 +127,10 @@ async def _sources(
         tokenizers=settings.tokenizers,
         caller_endpoints=settings.caller_endpoints,
     )
+
+
+def _tls(ca: Path | None) -> ClientTls | None:
+    return None if ca is None else ClientTls(ca)
 
 
 def _limits(settings: InterceptionSettings) -> GateLimits:

@@ -58,11 +58,19 @@ class InterceptionSettings(ServiceSettings):
     port: int = Field(7703, ge=0, le=65535, description="gRPC port; 0 lets the kernel choose")
     ingress_host: str = Field("127.0.0.1", description="address that agents' requests come to")
     ingress_port: int = Field(7780, ge=0, le=65535, description="HTTP port of the ingress; 0 lets the kernel choose")
+    ingress_address: str = Field(
+        "",
+        description="how the sandbox service reaches the ingress: host:port, or tls:host:port where it serves TLS; "
+        "empty = where it listens",
+    )
     ingress_tls_cert: Path | None = Field(None, description="PEM certificate of the ingress, for a wide bind")
     ingress_tls_key: Path | None = Field(None, description="PEM private key of the ingress")
     inference_address: str = Field("127.0.0.1:7704", description='the default inference service; "" has none')
     inference_token: SecretStr | None = Field(
         None, description="operator or trainer token of the default inference service"
+    )
+    inference_ca: Path | None = Field(
+        None, description="PEM file of the CA of the default inference service; unset is plaintext, on loopback only"
     )
     inference: dict[str, InferenceEndpoint] = Field(default_factory=dict, description="further ones by name")
     upstreams: dict[str, UpstreamSettings] = Field(default_factory=dict, description="endpoints by name")

@@ -128,6 +128,7 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
                 max_sandboxes_per_owner=settings.max_sandboxes_per_owner,
                 max_queued=settings.max_queued,
                 queue_timeout_s=settings.queue_timeout_s,
+                upstream_ca=str(settings.upstream_ca or ""),
             ),
         )
         await sandboxes.open()

@@ -44,6 +44,8 @@ class NetworkPolicy:
     upstream: str = ""
     hosts: tuple[str, ...] = ()
     ports: tuple[int, ...] = ()
+    upstream_ca: str = field(default="", compare=False)
+    """PEM file that a ``tls:`` upstream is verified by (empty: the system's roots). The operator's, not a caller's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_sandbox.backends.base import Backend
@@ -30,6 +30,7 @@ class Limits:
     max_sandboxes_per_owner: int | None = None
     max_queued: int = 1024
     queue_timeout_s: float = 30.0
+    upstream_ca: str = ""
 
 
 class Policy:
@@ -97,6 +98,10 @@ class Policy:
                 metadata={"upstream": policy.upstream},
             )
 
+    def with_trust(self, policy: NetworkPolicy) -> NetworkPolicy:
+        """The policy with what the operator verifies upstreams by."""
+        return replace(policy, upstream_ca=self.limits.upstream_ca)
+
 
 def network_problems(policy: NetworkPolicy) -> list[Violation]:
     """What is malformed in a policy, whatever the operator allows."""
@@ -105,8 +110,10 @@ def network_problems(policy: NetworkPolicy) -> list[Violation]:
     problems = []
     if not 1024 <= policy.local_port <= 65535:
         problems.append(Violation("spec.network.one_endpoint.local_port", "must be 1024 to 65535"))
-    host, _, port = policy.upstream.rpartition(":")
+    host, _, port = policy.upstream.removeprefix("tls:").rpartition(":")
     unix = policy.upstream.startswith("unix:/")
     if not unix and not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        problems.append(Violation("spec.network.one_endpoint.upstream", 'must be "host:port" or "unix:/path"'))
+        problems.append(
+            Violation("spec.network.one_endpoint.upstream", 'must be "host:port", "tls:host:port" or "unix:/path"')
+        )
     return problems

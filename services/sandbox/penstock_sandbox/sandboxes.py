@@ -145,7 +145,11 @@ class Sandboxes:
         backend.refuse_unsupported(spec)
         self._policy.check_network(spec.network)
         return backend, dataclasses.replace(
-            spec, backend=name, lease_s=lease, resources=self._policy.with_defaults(backend, spec.resources)
+            spec,
+            backend=name,
+            lease_s=lease,
+            resources=self._policy.with_defaults(backend, spec.resources),
+            network=self._policy.with_trust(spec.network),
         )
 
     def refuse_unforkable(self, spec: SandboxSpec) -> None:

@@ -39,7 +39,11 @@ class SandboxSettings(ServiceSettings):
     )
     allowed_upstreams: tuple[str, ...] = Field(
         ("127.0.0.1:7780", "localhost:7780"),
-        description="patterns (with * and ?) of host:port or unix:/path that a sandbox's one endpoint may lead to",
+        description="patterns (with * and ?) of host:port, tls:host:port or unix:/path that a sandbox's one endpoint "
+        "may lead to",
+    )
+    upstream_ca: Path | None = Field(
+        None, description="PEM file with the CA of tls: upstreams; unset = the system's roots"
     )
     allow_open_network: bool = Field(
         False, description="offer sandboxes that share this host's network: no isolation from it"

@@ -101,3 +101,21 @@ def test_a_broken_connection_file_is_named(tmp_path: Path, content: bytes) -> No
 def test_a_token_is_in_no_printed_form() -> None:
     """R8: no credential in logs."""
     assert "secret" not in repr(Endpoints(token="secret"))
+
+
+def test_the_ca_comes_from_the_environment_or_the_connection_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R9: a token travels beyond this machine when there is a CA to verify the other side by."""
+    file = tmp_path / "connection.json"
+    write_connection(file, Endpoints(driver="10.0.0.1:9", token="file", tls=Tls(Path("ca.pem"))), pid=None)
+    monkeypatch.setenv("PENSTOCK_CONNECTION", str(file))
+    found = resolve()
+    assert (found.driver, found.token, found.tls) == ("10.0.0.1:9", "file", Tls(tmp_path / "ca.pem"))
+    assert read_connection(file, tls=Tls()).tls == Tls()
+    monkeypatch.setenv("PENSTOCK_DRIVER_ADDRESS", "10.0.0.2:9")
+    monkeypatch.setenv("PENSTOCK_TOKEN", "environment")
+    with pytest.raises(ConfigurationError, match="in clear"):
+        resolve()
+    monkeypatch.setenv("PENSTOCK_CA_FILE", "/elsewhere/ca.pem")
+    assert resolve().tls == Tls(Path("/elsewhere/ca.pem"))

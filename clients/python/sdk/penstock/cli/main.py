@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import agents, doctor, export, rollout, up
+from penstock.cli import agents, credentials, doctor, export, rollout, up
 from penstock.cli.console import EXIT_CODES, out
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 app.command()(rollout.rollout)
 app.add_typer(agents.app, name="agents")
 app.command()(doctor.doctor)
+app.command()(credentials.credentials)
 app.command()(export.export)
 
 

@@ -131,7 +131,8 @@ def connect(target: Target | None = None, token: str | None = None, *, tls: Tls 
         target: a host that has all services on their default ports, a mapping of service to `host:port`, or the path
             of a connection file. None = the environment, else what `penstock up` runs, else loopback.
         token: sent with each call; None = `PENSTOCK_TOKEN`, `PENSTOCK_TOKEN_FILE`, or the connection file's.
-        tls: certificates. None = plaintext, which carries a token to this machine only.
+        tls: certificates. None = `PENSTOCK_CA_FILE`, or the connection file's; without either plaintext, which
+            carries a token to this machine only.
 
     Raises:
         ConfigurationError: an address, the token or the connection file does not hold.

@@ -1,9 +1,9 @@
 """Where the services are, and with which token they are called.
 
 Looked for in this order: what the caller says; the environment (`PENSTOCK_<SERVICE>_ADDRESS`, `PENSTOCK_TOKEN` or
-`PENSTOCK_TOKEN_FILE`); the connection file that `penstock up` writes; the loopback defaults. A token never travels to
-an address that it was not given for: the connection file's token goes to the connection file's addresses only, and
-none goes in clear beyond this machine.
+`PENSTOCK_TOKEN_FILE`, `PENSTOCK_CA_FILE`); the connection file that `penstock up` or `penstock credentials` writes; the
+loopback defaults. A token never travels to an address that it was not given for: the connection file's token goes to
+the connection file's addresses only, and none goes in clear beyond this machine.
 """
 
 import ipaddress
@@ -89,27 +89,28 @@ def resolve(target: Target | None = None, token: str | None = None, tls: Tls | N
         return target
     if isinstance(target, Path):
         return read_connection(target, token, tls)
+    said = tls or _environment_tls()
     if target is not None:
         return Endpoints(
-            **_addresses(target), token=token or _environment_token(), tls=tls, origin="the target that was given"
+            **_addresses(target), token=token or _environment_token(), tls=said, origin="the target that was given"
         )
     environment: dict[str, str] = {
         service: value for service in SERVICES if (value := os.environ.get(f"PENSTOCK_{service.upper()}_ADDRESS"))
     }
     if environment:
         return Endpoints(
-            **_addresses(environment), token=token or _environment_token(), tls=tls, origin="the environment"
+            **_addresses(environment), token=token or _environment_token(), tls=said, origin="the environment"
         )
     file = connection_file()
     if _is_live(file):
         return read_connection(file, token or _environment_token(), tls)
-    return Endpoints(token=token or _environment_token(), tls=tls)
+    return Endpoints(token=token or _environment_token(), tls=said)
 
 
 def connection_file() -> Path:
     """Where `penstock up` says how to reach what it started: `$XDG_STATE_HOME/penstock/connection.json`.
 
-    The environment variable `PENSTOCK_CONNECTION` names another.
+    The environment variable `PENSTOCK_CONNECTION` names another, such as the one that `penstock credentials` made.
     """
     named = os.environ.get("PENSTOCK_CONNECTION")
     if named:
@@ -123,10 +124,23 @@ def state_dir() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "state") / "penstock"
 
 
-def write_connection(file: Path, endpoints: Endpoints, *, pid: int) -> None:
-    """Writes the connection file, readable by its owner only, under a temporary name first."""
-    content = {service: endpoints.address(service) for service in SERVICES}
-    data = orjson.dumps({"version": 1, "pid": pid, "addresses": content, "token": endpoints.token})
+def write_connection(file: Path, endpoints: Endpoints, *, pid: int | None) -> None:
+    """Writes the connection file, readable by its owner only, under a temporary name first.
+
+    Args:
+        file: where; its directory is made.
+        endpoints: what it says. A CA's relative path is relative to the file; a client's certificate is not written.
+        pid: of the process whose end makes the file void; None = it holds until somebody removes it.
+    """
+    content: dict[str, object] = {
+        "version": 1,
+        "pid": pid,
+        "addresses": {service: endpoints.address(service) for service in SERVICES},
+        "token": endpoints.token,
+    }
+    if endpoints.tls is not None and endpoints.tls.ca is not None:
+        content["ca"] = str(endpoints.tls.ca)
+    data = orjson.dumps(content)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -140,7 +154,7 @@ def write_connection(file: Path, endpoints: Endpoints, *, pid: int) -> None:
 
 
 def read_connection(file: Path, token: str | None = None, tls: Tls | None = None) -> Endpoints:
-    """Reads a connection file; `token` replaces the file's.
+    """Reads a connection file; `token` and `tls` replace the file's.
 
     Raises:
         ConfigurationError: it cannot be read, is not ours alone, or is malformed.
@@ -152,6 +166,8 @@ def read_connection(file: Path, token: str | None = None, tls: Tls | None = None
                 f"{file} holds a token and must be yours alone: chmod 600 {file}", reason="CONNECTION_FILE_OPEN"
             )
         content = orjson.loads(file.read_bytes())
+        if tls is None and (ca := content.get("ca")) is not None:
+            tls = Tls(file.parent / ca)
         return Endpoints(**_addresses(content["addresses"]), token=token or content["token"], tls=tls, origin=str(file))
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}", reason="CONNECTION_FILE") from None
@@ -212,6 +228,11 @@ def _environment_token() -> str | None:
         return Path(file).read_text(encoding="utf-8").removesuffix("\n").removesuffix("\r")
     except (OSError, UnicodeDecodeError):
         raise ConfigurationError(f"PENSTOCK_TOKEN_FILE names {file}, which cannot be read", reason="TOKEN") from None
+
+
+def _environment_tls() -> Tls | None:
+    file = os.environ.get("PENSTOCK_CA_FILE")
+    return Tls(Path(file)) if file else None
 
 
 def _check_token(token: str) -> None:

@@ -12,6 +12,7 @@ import structlog
 
 from penstock_sandbox.backends.attended.stream import LinkLost, Stream, StreamReset
 from penstock_sandbox.backends.upstream import CHUNK, Streams, connect
+from penstock_sandbox.model import NetworkPolicy
 
 _CONNECTIONS = 256
 
@@ -21,9 +22,9 @@ _log = structlog.get_logger(__name__)
 class Endpoint:
     """Carries what the attendant's listener accepts, until closed."""
 
-    def __init__(self, sandbox_id: str, upstream: str) -> None:
+    def __init__(self, sandbox_id: str, policy: NetworkPolicy) -> None:
         self._sandbox_id = sandbox_id
-        self._upstream = upstream
+        self._policy = policy
         self._connections: set[asyncio.Task[None]] = set()
 
     def accept(self, stream: Stream) -> None:
@@ -45,11 +46,11 @@ class Endpoint:
     async def _carry(self, stream: Stream) -> None:
         try:
             try:
-                outside = await connect(self._upstream)
+                outside = await connect(self._policy)
             except (OSError, TimeoutError) as error:
                 # The agent sees a reset; the operator sees why.
                 _log.warning(
-                    "upstream unreachable", sandbox=self._sandbox_id, upstream=self._upstream, error=str(error)
+                    "upstream unreachable", sandbox=self._sandbox_id, upstream=self._policy.upstream, error=str(error)
                 )
             else:
                 await _splice(stream, outside)

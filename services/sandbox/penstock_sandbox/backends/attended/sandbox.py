@@ -89,7 +89,7 @@ class AttendedSandbox(SandboxHandle):
         """
         greeting = await self._link.open()
         if policy is not None and policy.kind is NetworkKind.ONE_ENDPOINT:
-            self._endpoint = Endpoint(self.id, policy.upstream)
+            self._endpoint = Endpoint(self.id, policy)
             await self._link.request("listen", port=policy.local_port)
         self._ready = True
         return greeting

@@ -16,6 +16,7 @@ import struct
 import structlog
 
 from penstock_sandbox.backends.upstream import CHUNK, Streams, connect
+from penstock_sandbox.model import NetworkPolicy
 
 _CONNECTIONS = 256
 _ACCEPT_PAUSE_S = 0.05
@@ -26,10 +27,10 @@ _log = structlog.get_logger(__name__)
 class Endpoint:
     """Serves one listener until closed."""
 
-    def __init__(self, sandbox_id: str, listener: socket.socket, upstream: str) -> None:
+    def __init__(self, sandbox_id: str, listener: socket.socket, policy: NetworkPolicy) -> None:
         self._sandbox_id = sandbox_id
         self._listener = listener
-        self._upstream = upstream
+        self._policy = policy
         self._connections: set[asyncio.Task[None]] = set()
         self._acceptor: asyncio.Task[None] | None = None
 
@@ -74,11 +75,11 @@ class Endpoint:
             return
         try:
             try:
-                outside = await connect(self._upstream)
+                outside = await connect(self._policy)
             except (OSError, TimeoutError) as error:
                 # The agent sees a reset; the operator sees why.
                 _log.warning(
-                    "upstream unreachable", sandbox=self._sandbox_id, upstream=self._upstream, error=str(error)
+                    "upstream unreachable", sandbox=self._sandbox_id, upstream=self._policy.upstream, error=str(error)
                 )
                 _reset(inside[1])
             else:

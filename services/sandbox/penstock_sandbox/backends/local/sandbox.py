@@ -284,7 +284,7 @@ class LocalSandbox(SandboxHandle):
     async def open_endpoint(self, policy: NetworkPolicy) -> None:
         """Open the one endpoint that the policy names. Raises Refused when the port cannot be bound."""
         _, given = await self.door({"op": "listen", "port": policy.local_port})
-        self._endpoint = Endpoint(self.id, socket.socket(fileno=given[0]), policy.upstream)
+        self._endpoint = Endpoint(self.id, socket.socket(fileno=given[0]), policy)
         self._endpoint.open()
 
     async def set_network(self, policy: NetworkPolicy) -> None:

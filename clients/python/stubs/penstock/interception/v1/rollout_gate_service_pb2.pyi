@@ -249,7 +249,9 @@ class OpenRolloutResponse(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     ingress_address: _builtins.str
-    """Where the ingress listens, "host:port": the upstream of a sandbox's ONE_ENDPOINT."""
+    """Where the ingress is reached, "host:port" or, where it serves TLS, "tls:host:port": the upstream of a sandbox's
+    ONE_ENDPOINT.
+    """
     token: _builtins.str
     """The rollout's only credential: lets its holder ask for completions in this rollout, nothing else. Sent as bearer token,
     x-api-key or x-goog-api-key.

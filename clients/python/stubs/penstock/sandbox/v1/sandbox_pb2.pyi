@@ -177,8 +177,9 @@ class OneEndpoint(_message.Message):
     local_port: _builtins.int
     """Port on 127.0.0.1 inside the sandbox, 1024 to 65535."""
     upstream: _builtins.str
-    """"host:port" or "unix:/path", as the service (not the sandbox) reaches it. Only what the operator's
-    `allowed_upstreams` names.
+    """"host:port", "tls:host:port" or "unix:/path", as the service (not the sandbox) reaches it. Only what the
+    operator's `allowed_upstreams` names. With "tls:" the service speaks TLS to it, and the sandbox still plainly to
+    its own loopback.
     """
     def __init__(
         self,

@@ -1,0 +1,40 @@
+"""A stack whose ingress and inference service speak TLS, as they do where services are not on one machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.copying import copy_task, finish
+from tests.support.stack import running
+
+from penstock.cli.credentials import make
+from penstock.client import Inference, Mode
+
+
+async def test_model_calls_go_over_tls_from_the_sandbox_service_to_the_ingress_and_on_to_the_engine(
+    tmp_path: Path,
+) -> None:
+    """R9, R14: the agent speaks plainly to its own loopback and holds no certificate; everything beyond is verified."""
+    tmp_path.chmod(0o755)
+    place = tmp_path / "credentials"
+    make(place, (), 1)
+    ca = str(place / "ca.pem")
+    settings = {
+        "inference": {"tls_cert": str(place / "inference.pem"), "tls_key": str(place / "inference.key")},
+        "interception": {
+            "inference_ca": ca,
+            "ingress_tls_cert": str(place / "interception.pem"),
+            "ingress_tls_key": str(place / "interception.key"),
+        },
+        "sandbox": {"allowed_upstreams": ["tls:127.0.0.1:*"], "upstream_ca": ca},
+    }
+    state = tmp_path / "stack"
+    state.mkdir(mode=0o755)
+    async with running(state, settings) as stack:
+        handle = await stack.ps.rollouts.create(
+            copy_task(stack), "shell", mode=Mode.TRANSPARENT_PROXY, source=Inference()
+        )
+        finished = await finish(handle)
+        assert finished.reward == 1.0, finished.agent_said() + stack.logs
+        trajectory = await handle.trajectory()
+        assert len(trajectory.calls) == 2

@@ -1,0 +1,170 @@
+"""The repository's docker-compose.yml on a real engine of the tests': images built from an imported base, one project.
+
+The engine reaches no registry and no package index: the base is the one that `dockerd` imports, and what pip needs comes
+from wheels that are gathered once a machine (`make wheels` does the same). So the base's Python must be this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+from tests.support import dockerd
+from tests.support.policy import FILES
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+SERVICES: Final = ("inference", "interception", "sandbox", "driver")
+
+_CONTEXT = (
+    "docker-compose.yml",
+    ".dockerignore",
+    "constraints.txt",
+    "clients/python/stubs",
+    "libs",
+    *(f"services/{name}" for name in SERVICES),
+)
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "wheels"
+_BASE_PYTHON = (3, 11)
+_HEALTHY_S = 180.0
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A project that is up."""
+
+    engine: dockerd.Engine
+    name: str
+    folder: Path
+    """A copy of the repository, as far as images need it."""
+    credentials: Path
+    environment: Mapping[str, str]
+
+    def compose(self, *argv: str) -> str:
+        """Runs docker-compose in the project; answers what it said."""
+        return _run(["docker-compose", "--project-name", self.name, *argv], self.environment, self.folder)
+
+    def container(self, service: str) -> dict[str, Any]:
+        """What the engine says of a service's container."""
+        found: dict[str, Any] = self.engine.api.inspect_container(f"{self.name}_{service}_1")
+        return found
+
+    def logs(self) -> str:
+        """The ends of all services' logs."""
+        return self.compose("logs", "--no-color", "--tail", "40")
+
+    @property
+    def client(self) -> dict[str, str]:
+        """The environment of a client of it."""
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+        return {**kept, "PENSTOCK_CONNECTION": str(self.credentials / "connection.json")}
+
+
+@asynccontextmanager
+async def composed(place: Path, script: Mapping[str, Any]) -> AsyncIterator[Composed]:
+    """The four services as containers, healthy, with a scripted engine; taken down with all they made."""
+    project = await asyncio.to_thread(_prepare, place, script)
+    try:
+        await asyncio.to_thread(project.compose, "build", "--quiet")
+        await asyncio.to_thread(project.compose, "up", "--detach", "--no-build")
+        await _healthy(project)
+        yield project
+    finally:
+        await asyncio.to_thread(project.compose, "down", "--volumes", "--timeout", "30")
+
+
+def _prepare(place: Path, script: Mapping[str, Any]) -> Composed:
+    if shutil.which("docker-compose") is None:
+        message = "DOCKER-COMPOSE.YML IS NOT TESTED HERE: apt-get install -y --no-install-recommends docker-compose"
+        if os.environ.get("CI"):
+            pytest.fail(message, pytrace=False)
+        pytest.skip(message)
+    assert sys.version_info[:2] == _BASE_PYTHON, (
+        f"the images' base has Python {_BASE_PYTHON}, and its wheels are gathered by the Python that runs the tests"
+    )
+    engine = dockerd.engine()
+    # No other test's port, and no other project's name.
+    address = f"127.{100 + os.getpid() % 100}.{os.getpid() // 256 % 256}.{os.getpid() % 254 + 1}"
+    folder = place / "repository"
+    for name in _CONTEXT:
+        source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(source, target)
+    shutil.copytree(_wheels(), folder / "wheels")
+    model = place / "model"
+    FILES.write(model)
+    (model / "script.yaml").write_text(yaml.safe_dump(dict(script), sort_keys=False))
+    for path in (place, model, *model.iterdir()):
+        path.chmod(path.stat().st_mode | 0o055)
+    credentials = place / "credentials"
+    _run([sys.executable, "-m", "penstock.cli.main", "credentials", str(credentials), "--host", address], os.environ)
+    socket = engine.folder / "docker.sock"
+    environment = {
+        **os.environ,
+        "DOCKER_HOST": engine.host,
+        "COMPOSE_HTTP_TIMEOUT": "300",
+        "PENSTOCK_AGENT_IMAGE": dockerd.BASE,
+        "PENSTOCK_BASE_IMAGE": dockerd.BASE,
+        "PENSTOCK_BIND": address,
+        "PENSTOCK_CREDENTIALS": str(credentials),
+        "PENSTOCK_DOCKER_GID": str(socket.stat().st_gid),
+        "PENSTOCK_DOCKER_SOCKET": str(socket),
+        "PENSTOCK_INFERENCE_ENGINE": "scripted",
+        "PENSTOCK_INFERENCE_ENGINE_OPTIONS": '{"script": "/model/script.yaml"}',
+        "PENSTOCK_MODEL_DIR": str(model),
+        "PENSTOCK_EXTRAS": "docker",
+        "PENSTOCK_VERSION": f"test-{os.getpid()}",
+    }
+    return Composed(engine, f"penstock-test-{os.getpid()}", folder, credentials, environment)
+
+
+async def _healthy(project: Composed) -> None:
+    deadline = time.monotonic() + _HEALTHY_S
+    while True:
+        states = {name: project.container(name)["State"] for name in SERVICES}
+        health = {name: state.get("Health", {}).get("Status", state["Status"]) for name, state in states.items()}
+        if set(health.values()) == {"healthy"}:
+            return
+        assert time.monotonic() < deadline, f"{health}\n{project.logs()}"
+        await asyncio.sleep(0.5)
+
+
+def _wheels() -> Path:
+    """The wheels that the images install, gathered once a machine and set of versions."""
+    inputs = [ROOT / "constraints.txt", *sorted(ROOT.glob("libs/*/pyproject.toml"))]
+    inputs += [ROOT / f"services/{name}/pyproject.toml" for name in SERVICES]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()[:16]
+    kept = _CACHE / digest
+    if not kept.exists():
+        partial = _CACHE / f".{digest}-{os.getpid()}"
+        wanted = ["clients/python/stubs", "libs/chassis", "libs/codec", "services/sandbox[docker]"]
+        wanted += [f"services/{name}" for name in SERVICES if name != "sandbox"]
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-build-isolation"]
+        named = ["hatchling", *(f"./{name}" for name in wanted)]
+        _run([*pip, "-c", "constraints.txt", "-w", str(partial), *named], os.environ, ROOT)
+        for ours in partial.glob("penstock*"):
+            ours.unlink()
+        partial.rename(kept)
+    return kept
+
+
+def _run(argv: Sequence[str], environment: Mapping[str, str], folder: Path = ROOT) -> str:
+    done = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=environment, cwd=folder
+    )
+    assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
+    return done.stdout + done.stderr

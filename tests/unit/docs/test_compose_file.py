@@ -1,0 +1,84 @@
+"""docker-compose.yml and the Dockerfiles say what the settings, docs/interfaces.md and `penstock credentials` say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.unit.docs.pages import ROOT
+from tests.unit.docs.test_commands import SETTINGS
+
+from penstock.cli.credentials import make
+from penstock.client.endpoints import DEFAULT_INGRESS_PORT, DEFAULT_PORTS
+
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+# The clients' and the health check's, of no service's own.
+SHARED = {"PENSTOCK_CONFIG", "PENSTOCK_CA_FILE"}
+
+
+def dockerfile(service: str) -> str:
+    """A service's Dockerfile."""
+    return (ROOT / f"services/{service}/Dockerfile").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_what_a_container_is_told_are_settings_of_its_service(service: str) -> None:
+    """A setting that was renamed would be refused when the container starts."""
+    names = {SETTINGS[service].env_name(field) for field in SETTINGS[service].model_fields} | SHARED
+    assert set(SERVICES[service]["environment"]) <= names
+    assert set(re.findall(r"\b(PENSTOCK_[A-Z_]+)=", dockerfile(service))) <= names
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_no_secret_is_in_an_environment_or_a_layer(service: str) -> None:
+    """R1, R8: tokens and keys come as files, of the directory that is no part of any image's context."""
+    told = SERVICES[service]["environment"]
+    assert not [name for name in told if name.endswith(("_TOKEN", "_API_KEY"))]
+    assert set(SERVICES[service]["secrets"]) == {"ca.pem", f"{service}.toml", f"{service}.pem", f"{service}.key"}
+    for value in filter(None, told.values()):
+        if value.startswith("/run/secrets/"):
+            assert value.removeprefix("/run/secrets/") in SERVICES[service]["secrets"]
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in ignored and not [line for line in ignored if line.startswith("!") and "credentials" in line]
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile(service), re.MULTILINE)
+    for source in " ".join(copied).split():
+        assert any(f"!{source.rstrip('*')}".startswith(line) for line in ignored if line.startswith("!")), source
+
+
+def test_the_secrets_are_the_files_that_the_command_makes(tmp_path: Path) -> None:
+    """`make credentials`, then `docker compose up`."""
+    make(tmp_path / "credentials", (), 1)
+    for name, secret in COMPOSE["secrets"].items():
+        place, _, file = secret["file"].rpartition("/")
+        assert place == "${PENSTOCK_CREDENTIALS:-./credentials}"
+        assert file == name and (tmp_path / "credentials" / file).is_file()
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_a_container_is_confined(service: str) -> None:
+    """Issue 3, 9: read-only roots, no capabilities, no root, limits; one of them alone has the engine's socket."""
+    asked = SERVICES[service]
+    assert asked["read_only"] and asked["cap_drop"] == ["ALL"] and asked["security_opt"] == ["no-new-privileges:true"]
+    assert not {"privileged", "cap_add", "network_mode", "pid", "user"} & set(asked)
+    assert {"mem_limit", "cpus", "pids_limit", "restart"} <= set(asked)
+    assert ("docker.sock" in str(asked["volumes"])) == (service == "sandbox")
+    assert re.findall(r"^USER (.+)$", dockerfile(service), re.MULTILINE) == ["10001:10001"]
+    assert "--privileged" not in dockerfile(service) and "HEALTHCHECK" in dockerfile(service)
+    bases = re.findall(r"^FROM (\S+)", dockerfile(service), re.MULTILINE)
+    assert bases == ["${BASE}", "${BASE}"]
+    default = re.findall(r"^ARG BASE=(\S+)$", dockerfile(service), re.MULTILINE)
+    assert default == [COMPOSE["x-build"]["BASE"].removeprefix("${PENSTOCK_BASE_IMAGE:-").removesuffix("}")]
+
+
+@pytest.mark.parametrize("service", SETTINGS)
+def test_ports_are_the_documented_ones_and_the_ingress_is_published_nowhere(service: str) -> None:
+    """R9: on the host they are loopback's unless the operator says otherwise."""
+    port = dict(DEFAULT_PORTS.items())[service]  # type: ignore[index]
+    assert SERVICES[service]["ports"] == [f"${{PENSTOCK_BIND:-127.0.0.1}}:{port}:{port}"]
+    exposed = re.findall(r"^EXPOSE (.+)$", dockerfile(service), re.MULTILINE)[0].split()
+    assert exposed == [str(port), *([str(DEFAULT_INGRESS_PORT)] if service == "interception" else [])]
+    assert f'"localhost:{port}"]' in dockerfile(service)
