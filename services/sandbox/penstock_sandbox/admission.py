@@ -42,10 +42,14 @@ class Turns:
         """Whether all places are taken."""
         return self._total >= self._most
 
+    def at_limit(self, owner: Owner) -> bool:
+        """Whether an owner has all that it may have."""
+        limit = self._most_per_owner
+        return owner is not None and limit is not None and self._taken[owner] >= limit
+
     def room(self, owner: Owner) -> bool:
         """Whether there is a place for this owner now."""
-        limit = self._most_per_owner
-        return not self.full and (owner is None or limit is None or self._taken[owner] < limit)
+        return not self.full and not self.at_limit(owner)
 
     def waiting(self, owner: Owner) -> int:
         """How many of an owner's wait."""
@@ -139,15 +143,16 @@ class Admission:
         """
         wait = self._queue_timeout_s if wait_s is None else min(wait_s, self._queue_timeout_s)
         if not self._places.room(owner) and (wait <= 0 or self._places.waiting(owner) >= self._most_queued):
-            raise self._refusal("and no more may wait" if wait > 0 else "and there is no time to wait")
+            raise self._refusal(owner, "and no more may wait" if wait > 0 else "and there is no time to wait")
         try:
             await self._places.take(owner, wait)
         except TimeoutError:
-            raise self._refusal(f"and none became free in {wait:g} s") from None
+            raise self._refusal(owner, f"and none became free in {wait:g} s") from None
         return lambda: self._places.give_back(owner)
 
-    def _refusal(self, and_what: str) -> ResourceExhausted:
-        if self._places.full:
+    def _refusal(self, owner: Owner, and_what: str) -> ResourceExhausted:
+        # Its own limit first: whatever becomes free elsewhere would not help.
+        if not self._places.at_limit(owner):
             return ResourceExhausted(
                 f"{self._most} sandboxes are there, which is this service's limit, {and_what}",
                 reason="SANDBOX_LIMIT",

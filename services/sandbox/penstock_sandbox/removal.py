@@ -20,11 +20,6 @@ from penstock_sandbox.model import Sandbox, SandboxSpec, State
 from penstock_sandbox.records import Record, Records
 from penstock_sandbox.table import LiveSandbox, Table
 
-DELETE_PENDING = "DELETE_PENDING"
-"""Why a sandbox that was to be deleted is LOST: its backend has failed to delete it so far."""
-
-_RESTARTED = "SERVICE_RESTARTED"
-
 _log = structlog.get_logger(__name__)
 
 
@@ -74,7 +69,7 @@ class Removals:
 
             def failed() -> None:
                 if live.removal is not None and not live.view.state.terminal:
-                    live.become(state=State.LOST, lost_reason=DELETE_PENDING)
+                    live.become(state=State.LOST, lost_reason="DELETE_PENDING")
 
             deletion = Deletion(f"sandbox {live.view.id}", attempt, on_failure=failed, pause=self._pause)
             live.release = self._started(deletion)
@@ -139,4 +134,4 @@ class Removals:
 
 def _left(record: Record, lost_until: float) -> Sandbox:
     spec = SandboxSpec(backend=record.backend, labels=record.labels)
-    return Sandbox(record.id, State.LOST, spec, record.created_at, lost_until, lost_reason=_RESTARTED)
+    return Sandbox(record.id, State.LOST, spec, record.created_at, lost_until, lost_reason="SERVICE_RESTARTED")

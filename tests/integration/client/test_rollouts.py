@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import aclosing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from penstock.client import (
     CommandFinished,
     Completion,
     Ended,
+    FailedPrecondition,
     FailureCause,
     InvalidArgument,
     InvalidCompletion,
@@ -222,3 +225,22 @@ async def test_sandboxes_and_agents_are_there_by_themselves(ps: Penstock) -> Non
         assert [(entry.name, entry.size_bytes) for entry in entries] == [("file.bin", len(content))]
         with pytest.raises(NotFound):
             await sandbox.read_file("absent")
+        until = await sandbox.renew(600.0)
+        assert 500.0 < (until - datetime.now(UTC)).total_seconds() <= 600.0
+        (backend,) = [item for item in await ps.sandboxes.backends() if item.is_default]
+        if not {"pause", "live_fork"} <= backend.capabilities:
+            for refused in (sandbox.pause(), anext(sandbox.fork(1))):
+                with pytest.raises(FailedPrecondition, match="cannot"):
+                    await refused
+            return
+        await sandbox.pause()
+        with pytest.raises(FailedPrecondition) as paused:
+            await sandbox.run(["true"])
+        assert paused.value.reason == "SANDBOX_PAUSED"
+        async with aclosing(sandbox.fork(2, labels={"of": sandbox.sandbox_id})) as forks:
+            children = [fork.made() async for fork in forks]
+        await sandbox.resume()
+        await sandbox.write_file("deep/er/file.bin", b"changed")
+        for child in children:
+            async with child:
+                assert await child.read_file("deep/er/file.bin") == content

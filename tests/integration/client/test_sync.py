@@ -25,6 +25,10 @@ async def test_a_trainer_without_await_does_the_same(stack: LocalStack) -> None:
                 session.resume()
             with ps.sandboxes.create() as sandbox:
                 assert sandbox.run(["true"]).exit.ok
+                if "live_fork" in ps.sandboxes.backends()[0].capabilities:
+                    (child,) = [fork.made() for fork in sandbox.fork(1)]
+                    with child:
+                        assert child.run(["true"]).exit.ok
             return float(result.reward.value)
 
     assert await asyncio.to_thread(trainer) == 0.75

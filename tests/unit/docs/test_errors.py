@@ -57,15 +57,14 @@ PASSED_ON = {
     },
     "client": {
         "penstock/client/errors.py: kind(reason=reason)": "the reason of the service that was called",
+        "penstock/client/sandboxes.py: kind(reason=told.reason)": "of the child that the service could not make",
         "penstock/client/leases.py: kind(reason=reason)": "the name of the proto's ResultRejected.Reason",
         "penstock/cli/up.py: StackFailed(reason=error.reason)": "the stack's",
     },
 }
 """Where an error's reason is not written where it is made, and where it comes from instead."""
 
-NOT_YET_RAISED = {
-    "SANDBOX_PAUSED": "no backend pauses: PauseSandbox refuses, docs/status.md lists it",
-}
+NOT_YET_RAISED: dict[str, str] = {}
 """Reasons that the contract names and that nothing can lead to today."""
 
 

@@ -2,15 +2,16 @@
 
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from hashlib import sha256
 from types import TracebackType
 from typing import Final, Self
 
 from penstock.client import tasks, wire, wire_results, wire_specs
 from penstock.client.endpoints import Endpoints
-from penstock.client.errors import DataLoss
+from penstock.client.errors import DataLoss, FailedPrecondition, PenstockError, Unavailable
 from penstock.client.results import Exit
 from penstock.client.rpc import Service
 from penstock.sandbox.v1 import (
@@ -165,10 +166,61 @@ class SandboxHandle:
         request = file_service_pb2.RemoveRequest(sandbox_id=self.sandbox_id, path=path, recursive=recursive)
         await self._data.call(self._files.Remove, request, repeatable=True)
 
-    async def renew(self, lease: float) -> None:
-        """Sets the end of its lease to so many seconds from now."""
+    async def renew(self, lease: float) -> datetime:
+        """Sets the end of its lease to so many seconds from now; returns the end that was granted.
+
+        It is sooner where the operator's `max_lifetime_s` ends the sandbox before.
+        """
         request = pb.RenewLeaseRequest(sandbox_id=self.sandbox_id, lease=wire.duration(lease))
-        await self._client.service.call(self._client.stub.RenewLease, request, repeatable=True)
+        answer = await self._client.service.call(self._client.stub.RenewLease, request, repeatable=True)
+        return answer.expire_time.ToDatetime(tzinfo=UTC)
+
+    async def pause(self) -> None:
+        """Freezes every process in it; returns when all stand still. Idempotent; the lease runs on.
+
+        Raises:
+            FailedPrecondition: `CAPABILITY_MISSING` where its backend cannot, `SANDBOX_LOST`.
+        """
+        request = pb.PauseSandboxRequest(sandbox_id=self.sandbox_id)
+        await self._client.service.call(self._client.stub.PauseSandbox, request, repeatable=True)
+
+    async def resume(self) -> None:
+        """Thaws it. Idempotent."""
+        request = pb.ResumeSandboxRequest(sandbox_id=self.sandbox_id)
+        await self._client.service.call(self._client.stub.ResumeSandbox, request, repeatable=True)
+
+    async def fork(
+        self,
+        count: int,
+        *,
+        network: tasks.Network | None = None,
+        env: Mapping[str, str] | None = None,
+        lease: float | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator["Fork", None]:
+        """Makes sandboxes with its files as they are now, in order of completion; not with its processes, nor /tmp.
+
+        It stands still while its files are copied, once for all, and then runs on.
+
+        Args:
+            count: of children, 1 to 256.
+            network: what each may reach; None = nothing.
+            env: beside its own.
+            lease: seconds that each lives without `renew`; None = 15 min.
+            labels: of the children; its own are not theirs.
+
+        Raises:
+            FailedPrecondition: `CAPABILITY_MISSING` where its backend cannot fork a live sandbox, `SANDBOX_LOST`.
+        """
+        spec = sandbox_pb2.SandboxSpec(
+            network=wire_specs.network(network), env=env or {}, lease=wire.duration(lease), labels=labels or {}
+        )
+        request = pb.ForkSandboxesRequest(
+            request_id=secrets.token_hex(16), sandbox_id=self.sandbox_id, count=count, spec=spec
+        )
+        async with aclosing(self._client.service.stream(self._client.stub.ForkSandboxes, request)) as answers:
+            async for answer in answers:
+                yield self._client.fork_from(answer)
 
     async def delete(self) -> None:
         """Kills everything in it and removes it. Idempotent."""
@@ -178,6 +230,22 @@ class SandboxHandle:
         finally:
             if self._owned:
                 await self._data.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """One child of a fork: a sandbox, or why there is none."""
+
+    index: int
+    sandbox: SandboxHandle | None
+    failure: PenstockError | None
+
+    def made(self) -> SandboxHandle:
+        """The sandbox. Raises why there is none."""
+        if self.sandbox is None:
+            assert self.failure is not None
+            raise self.failure
+        return self.sandbox
 
 
 class SandboxesClient:
@@ -270,6 +338,15 @@ class SandboxesClient:
             )
             for item in answer.backends
         )
+
+    def fork_from(self, answer: pb.ForkSandboxesResponse) -> Fork:
+        """One child, from its message."""
+        if answer.HasField("failure"):
+            told = answer.failure
+            kind = Unavailable if told.retriable else FailedPrecondition
+            return Fork(answer.index, None, kind(told.message, reason=told.reason))
+        where = answer.data_plane if answer.HasField("data_plane") else None
+        return Fork(answer.index, self._handle(answer.sandbox, where), None)
 
     def _handle(self, sandbox: sandbox_pb2.Sandbox, where: sandbox_pb2.DataPlane | None) -> SandboxHandle:
         if where is None:

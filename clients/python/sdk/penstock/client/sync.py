@@ -27,7 +27,7 @@ from penstock.client.endpoints import Target, Tls
 from penstock.client.handles import GroupHandle, RolloutHandle
 from penstock.client.inference import InferenceClient
 from penstock.client.rollouts import GroupsClient, RolloutsClient
-from penstock.client.sandboxes import SandboxesClient, SandboxHandle
+from penstock.client.sandboxes import Fork, SandboxesClient, SandboxHandle
 from penstock.client.sessions import InterceptSession
 
 _LIVE: Final = (
@@ -40,6 +40,7 @@ _LIVE: Final = (
     RolloutHandle,
     GroupHandle,
     SandboxHandle,
+    Fork,
     InterceptSession,
     ModelCall,
 )

@@ -1,0 +1,70 @@
+"""A service at its limit: who waits is served, who cannot wait is told when to come again."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from google.protobuf.duration_pb2 import Duration
+from tests.conformance.sandbox.conftest import failure
+from tests.conformance.sandbox.services import Running, start
+
+from penstock.sandbox.v1 import sandbox_pb2 as sb
+from penstock.sandbox.v1 import sandbox_service_pb2 as ss
+from penstock_chassis.errors import ResourceExhausted
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def small(service: Running) -> AsyncIterator[Running]:
+    """The same kind of service with room for three, two of one owner, that lives a minute."""
+    limits = {"max_sandboxes": "3", "max_sandboxes_per_owner": "2", "owner_label": "team", "max_lifetime_s": "60"}
+    async with start(service.name, queue_timeout_s="20", max_queued="1", **limits) as running:
+        yield running
+
+
+async def create(service: Running, team: str, timeout_s: float = 60.0) -> str:
+    spec = sb.SandboxSpec(labels={"team": team})
+    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
+    return (await service.sandboxes.CreateSandbox(request, timeout=timeout_s)).sandbox.sandbox_id
+
+
+async def delete(service: Running, *sandbox_ids: str) -> None:
+    for sandbox_id in sandbox_ids:
+        await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=sandbox_id), timeout=60)
+
+
+async def test_a_create_waits_for_a_place_until_its_deadline_is_near(small: Running) -> None:
+    """R51, R26, R41: refused in time to hear of it, with a delay."""
+    held = [await create(small, "a"), await create(small, "a")]
+    began = time.monotonic()
+    error = await failure(create(small, "a", timeout_s=2.0))
+    assert isinstance(error, ResourceExhausted) and error.reason == "OWNER_LIMIT" and error.retry_after_s
+    assert time.monotonic() - began < 2.0, "before the deadline, not by it"
+    # One may wait; the queue is full then, and the other is told at once, though there would be time.
+    both = [asyncio.ensure_future(create(small, "a")) for _ in range(2)]
+    (refused,), (waiting,) = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    assert (await failure(refused)).reason == "OWNER_LIMIT"
+    other = await create(small, "b")
+    assert (await failure(create(small, "c", timeout_s=0.5))).reason == "SANDBOX_LIMIT"
+    assert not waiting.done()
+    await delete(small, held[0])
+    await delete(small, held[1], await waiting, other)
+
+
+async def test_a_lease_ends_with_the_sandboxs_life_and_the_answer_says_so(small: Running) -> None:
+    """R50, R61"""
+    answer = await small.sandboxes.ListBackends(ss.ListBackendsRequest(), timeout=30)
+    (backend,) = [backend for backend in answer.backends if backend.is_default]
+    assert (backend.max_lifetime.seconds, backend.max_sandboxes_per_owner) == (60, 2)
+    sandbox_id = await create(small, "a")
+    sandbox = (await small.sandboxes.GetSandbox(ss.GetSandboxRequest(sandbox_id=sandbox_id), timeout=30)).sandbox
+    request = ss.RenewLeaseRequest(sandbox_id=sandbox_id, lease=Duration(seconds=3600))
+    granted = (await small.sandboxes.RenewLease(request, timeout=30)).expire_time
+    assert granted.ToNanoseconds() == sandbox.expire_time.ToNanoseconds() and granted.seconds < time.time() + 61
+    await delete(small, sandbox_id)
