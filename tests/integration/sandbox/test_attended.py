@@ -340,9 +340,10 @@ def _listener(path: Path) -> int:
     for entry in Path("/proc").iterdir():
         try:
             line = (entry / "cmdline").read_bytes().split(b"\0")
+            name = (entry / "comm").read_text().strip()
         except OSError:
             continue
-        if str(path).encode() in line and b"serve" in line and entry.name.isdigit():
+        if str(path).encode() in line and name == "attendant":
             return int(entry.name)
     raise AssertionError("nobody listens")
 

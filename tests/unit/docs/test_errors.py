@@ -137,7 +137,7 @@ def test_each_reason_why_a_sandbox_is_lost_stands_in_its_table(page: dict[str, l
     for module in code.modules("sandbox"):
         for call in module.calls():
             found |= set(code.strings(code.keyword(call, "lost_reason")))
-            if code.last_name(call.func) == "lose":
+            if code.last_name(call.func) in ("lose", "SandboxGone"):
                 found |= set(code.strings(code.argument(call, 0)))
     assert found == {row["reason"] for row in page["Why a sandbox was lost"]}
 

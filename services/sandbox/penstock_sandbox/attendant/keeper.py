@@ -4,20 +4,24 @@ Purpose: a process that leaves its group and its session (a daemon) is still its
 is a child subreaper. So the whole tree can be killed without control groups and without privileges.
 
 Invariants
-- The keeper says what became of the program's execution first, then at most one exit, then an answer for each order.
+- What became of the program's execution is told before its exit, which is told at most once; each order is answered.
+- It is forked ahead of its program where nobody inside may touch it: what waits holds nothing of the workload's yet.
 - It ends by itself when nothing of the tree is left, and kills the tree when its attendant ends.
 - It is told apart from the tree: it runs as the attendant's user, not the workload's, and ignores no order.
 """
 
 from __future__ import annotations
 
+import array
 import errno
 import fcntl
+import gc
 import os
 import resource
 import select
 import signal
 import socket
+import struct
 import termios
 import time
 from typing import Dict, List, NoReturn, Sequence, Set, Tuple
@@ -28,7 +32,11 @@ _KILL_DEADLINE_S = 10.0
 _KILL_PAUSE_MS = 2
 # An out-of-memory kill should hit what an agent runs before it hits what serves it.
 _OOM_SCORE = b"500"
-_STARTED_LIMIT = 4096
+STATUS_LIMIT = 4096
+_ORDER_LIMIT = 4096
+_WHAT_LIMIT = 500
+_RECEIVE = 256 * 1024
+_LENGTH = struct.Struct("!I")
 _NOT_EXECUTED = 127
 _RESET_SIGNALS = (
     signal.SIGPIPE,
@@ -40,17 +48,57 @@ _RESET_SIGNALS = (
 )
 
 
-class Program:
-    """What to execute: ``descriptors`` are its three standard ones, or the terminal's three times."""
+class Keeper:
+    """A keeper that was forked, as its attendant holds it: waiting for its program until ``execute``.
 
-    def __init__(
+    ``control`` carries orders and answers; ``status`` brings what stopped the program's execution, or just its end.
+    """
+
+    def __init__(self, workload: system.Workload) -> None:
+        """Fork. Raises OSError when that is not possible."""
+        self.control, control_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._feed, feed_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.status, told = os.pipe()
+        try:
+            if os.fork() == 0:
+                _keep(control_end, feed_end, told, workload)
+        except OSError:
+            self.control.close()
+            self._feed.close()
+            os.close(self.status)
+            raise
+        finally:
+            control_end.close()
+            feed_end.close()
+            os.close(told)
+
+    def alive(self) -> bool:
+        """Whether it still waits."""
+        try:
+            self.control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False  # it says something although nothing was asked, or it has ended
+
+    def discard(self) -> None:
+        """Let go of one that is not used: it ends."""
+        self.control.close()
+        self._feed.close()
+        os.close(self.status)
+
+    def execute(
         self, argv: Sequence[str], env: Dict[str, str], cwd: str, descriptors: Tuple[int, int, int], terminal: bool
     ) -> None:
-        self.argv = list(argv)
-        self.env = env
-        self.cwd = cwd
-        self.descriptors = descriptors
-        self.terminal = terminal
+        """Give it its program, once; ``descriptors`` are the three standard ones. Raises OSError when it has ended."""
+        text = frames.pack_message({"argv": argv, "env": env, "cwd": cwd, "terminal": terminal})
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        try:
+            self._feed.sendmsg([_LENGTH.pack(len(text))], rights)
+            self._feed.sendall(text)
+        finally:
+            self._feed.close()
 
 
 class _NotExecuted(Exception):
@@ -60,50 +108,41 @@ class _NotExecuted(Exception):
         self.what = what
 
 
-def keep(control: socket.socket, program: Program, workload: system.Workload) -> NoReturn:
-    """Be the keeper: for a fresh child of the attendant. Never returns."""
+def _keep(control: socket.socket, feed: socket.socket, told: int, workload: system.Workload) -> NoReturn:
     code = 71
     try:
-        close_others({0, 1, 2, control.fileno(), *program.descriptors, *workload.held})
+        gc.disable()
+        close_others({0, 1, 2, control.fileno(), feed.fileno(), told, *workload.held})
         system.set_name("keeper")
-        _Keeper(control, program, workload).run()
+        _Keeping(control).run(feed, told, workload)
         code = 0
     except OSError as error:
-        _tell(control, {"errno": error.errno or errno.EIO, "what": str(error)})
+        _write(told, {"errno": error.errno or errno.EIO, "what": str(error)})
     finally:
         os._exit(code)
 
 
-class _Keeper:
-    def __init__(self, control: socket.socket, program: Program, workload: system.Workload) -> None:
+class _Keeping:
+    def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._program = program
-        self._workload = workload
         self._first = 0
         self._first_runs = True
 
-    def run(self) -> None:
+    def run(self, feed: socket.socket, told: int, workload: system.Workload) -> None:
         system.become_subreaper()
         woken, wake = socket.socketpair()
         woken.setblocking(False)
         wake.setblocking(False)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        failed, told = os.pipe()
         self._first = os.fork()
         if self._first == 0:
-            _execute(self._program, self._workload, told)
+            _execute(feed, told, workload)
+        # Only the child holds it now: it ends when the program runs.
         os.close(told)
-        for descriptor in {*self._program.descriptors, *self._workload.held}:
+        feed.close()
+        for descriptor in workload.held:
             os.close(descriptor)
-        # Ends when the program runs: the other end is closed by executing it.
-        failure = os.read(failed, _STARTED_LIMIT)
-        os.close(failed)
-        if failure:
-            os.waitpid(self._first, 0)
-            self._control.send(failure)
-            return
-        _tell(self._control, {"started": self._first})
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(woken, select.POLLIN)
@@ -112,7 +151,7 @@ class _Keeper:
                 if descriptor == woken.fileno():
                     _empty(woken)
                 else:
-                    order = self._control.recv(_STARTED_LIMIT)
+                    order = self._control.recv(_ORDER_LIMIT)
                     if not order:
                         self._kill_tree()
                         return
@@ -192,25 +231,27 @@ def _descendants(root: int) -> List[int]:
     return found
 
 
-def _execute(program: Program, workload: system.Workload, told: int) -> NoReturn:
+def _execute(feed: socket.socket, told: int, workload: system.Workload) -> NoReturn:
     try:
         for number in _RESET_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         os.setsid()
-        for standard, descriptor in enumerate(program.descriptors):
-            # None of them is 0, 1 or 2: the attendant keeps those open.
-            os.dup2(descriptor, standard)
-        if program.terminal:
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         _prefer_for_oom()
+        workload.approach()
+        program, descriptors = _receive(feed)
+        for standard, descriptor in enumerate(descriptors):
+            # None of them is 0, 1 or 2: those were open all the time.
+            os.dup2(descriptor, standard)
+        if program["terminal"]:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         workload.become()
+        argv, env = program["argv"], program["env"]
         try:
-            os.chdir(program.cwd)
+            os.chdir(program["cwd"])
         except OSError as error:
             raise _NotExecuted(error.errno or errno.EIO, "working directory: %s" % error.strerror) from error
-        found = _find(program.argv[0], program.env.get("PATH", ""))
-        os.execve(found, program.argv, program.env)
+        os.execve(_find(argv[0], env.get("PATH", "")), argv, env)
     except _NotExecuted as failure:
         _write(told, {"errno": failure.errno, "what": failure.what, "failed": True})
     except OSError as error:
@@ -219,6 +260,26 @@ def _execute(program: Program, workload: system.Workload, told: int) -> NoReturn
         _write(told, {"errno": errno.EINVAL, "what": str(error), "failed": True})
     finally:
         os._exit(_NOT_EXECUTED)
+
+
+def _receive(feed: socket.socket) -> Tuple[frames.Message, List[int]]:
+    """Wait for the program; the end of the attendant ends the waiting."""
+    descriptors = array.array("i")
+    head, ancillary, _, _ = feed.recvmsg(
+        _LENGTH.size, socket.CMSG_LEN(3 * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    if len(head) < _LENGTH.size:
+        os._exit(0)
+    for _, _, data in ancillary:
+        descriptors.frombytes(data)
+    (length,) = _LENGTH.unpack(head)
+    text = bytearray()
+    while len(text) < length:
+        part = feed.recv(min(_RECEIVE, length - len(text)))
+        if not part:
+            os._exit(0)
+        text += part
+    return frames.parse_message(bytes(text)), list(descriptors)
 
 
 def _prefer_for_oom() -> None:
@@ -279,4 +340,5 @@ def _tell(control: socket.socket, message: frames.Message) -> None:
 
 
 def _write(told: int, message: frames.Message) -> None:
-    os.write(told, frames.pack_message(message)[:_STARTED_LIMIT])
+    message["what"] = message["what"][:_WHAT_LIMIT]
+    os.write(told, frames.pack_message(message))

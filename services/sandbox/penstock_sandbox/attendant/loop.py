@@ -12,9 +12,11 @@ from __future__ import annotations
 import errno
 import os
 import selectors
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 from penstock_sandbox.attendant import frames
+
+_IDLE_S = 0.005
 
 Callback = Callable[[], None]
 Say = Callable[[int, int, bytes], None]
@@ -27,6 +29,7 @@ class Loop:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._callbacks: Dict[int, Tuple[Optional[Callback], Optional[Callback]]] = {}
+        self._when_idle: Optional[Callback] = None
 
     def watch(self, descriptor: int, readable: Optional[Callback], writable: Optional[Callback]) -> None:
         """From now on call these; None for what is not waited for."""
@@ -54,13 +57,17 @@ class Loop:
         if self._callbacks.pop(descriptor, None) is not None:
             self._selector.unregister(descriptor)
 
-    def descriptors(self) -> List[int]:
-        """What is watched, and what watching needs."""
-        return list(self._callbacks)
+    def when_idle(self, callback: Callback) -> None:
+        """Call this once, when nothing happens for a moment."""
+        self._when_idle = callback
 
     def run_once(self) -> None:
         """Wait for something to happen and see to it."""
-        for key, events in self._selector.select():
+        ready = self._selector.select(_IDLE_S if self._when_idle is not None else None)
+        if not ready and self._when_idle is not None:
+            idle, self._when_idle = self._when_idle, None
+            idle()
+        for key, events in ready:
             descriptor = key.fd
             if events & selectors.EVENT_READ:
                 callback = self._callbacks.get(descriptor, (None, None))[0]

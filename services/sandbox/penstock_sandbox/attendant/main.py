@@ -93,7 +93,8 @@ def _serve(given: argparse.Namespace) -> int:
         return 0
     log = os.open(given.socket + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     told, tell = os.pipe()
-    if os.fork() == 0:
+    between = os.fork()
+    if between == 0:
         # What else was inherited belongs to whoever started this, who waits for its end.
         keeper.close_others({0, 1, 2, listener.fileno(), log, tell})
         os.setsid()
@@ -112,6 +113,7 @@ def _serve(given: argparse.Namespace) -> int:
         finally:
             os._exit(1)
     os.close(tell)
+    os.waitpid(between, 0)
     failure = b""
     while True:
         part = os.read(told, _READ)
@@ -183,6 +185,7 @@ def _daemon(
     os.write(tell, b"serving")
     os.close(tell)
     attendant.serve()
+    os._exit(0)
 
 
 def _raise_limits() -> None:

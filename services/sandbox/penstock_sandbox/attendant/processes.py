@@ -20,7 +20,8 @@ import struct
 import termios
 from typing import Callable, Dict, List, Optional, Tuple
 
-from penstock_sandbox.attendant import frames, keeper, system
+from penstock_sandbox.attendant import frames, system
+from penstock_sandbox.attendant.keeper import STATUS_LIMIT, Keeper
 from penstock_sandbox.attendant.loop import Loop, Sink, Source
 from penstock_sandbox.attendant.replies import Reply
 
@@ -40,6 +41,34 @@ class Streams:
             source.go_on()
 
 
+class Keepers:
+    """Keepers for processes to come. One waits, so that a start has no fork to wait for.
+
+    Only where the workload is another user: it could stop what waits, and with it the one who comes after it.
+    """
+
+    def __init__(self, workload: system.Workload) -> None:
+        self._workload = workload
+        self._spare: Optional[Keeper] = None
+
+    def take(self) -> Keeper:
+        """One to use. Raises OSError when there is none and none can be forked."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            if spare.alive():
+                return spare
+            spare.discard()  # the kernel may have killed it for memory
+        return Keeper(self._workload)
+
+    def refill(self) -> None:
+        """Have one wait again: after the answer, before the next question."""
+        if self._spare is None and self._workload.separate:
+            try:
+                self._spare = Keeper(self._workload)
+            except OSError:
+                return  # the next start finds out whether it is still so, and says it
+
+
 class Process:
     """One process and its keeper."""
 
@@ -50,14 +79,16 @@ class Process:
         room: Callable[[], bool],
         streams: Streams,
         workload: system.Workload,
+        keepers: Keepers,
         number: int,
     ) -> None:
         self._loop = loop
         self._say = say
         self._room = room
         self._streams = streams
+        self._keepers = keepers
         self.number = number
-        self.keeper = 0
+        self._status: Optional[int] = None
         self._control: Optional[socket.socket] = None
         self._reply: Optional[Reply] = None
         self._orders: Dict[int, Reply] = {}
@@ -77,7 +108,7 @@ class Process:
     # Starting ----------------------------------------------------------------------------------------------------
 
     def start(self, request: frames.Message, reply: Reply) -> None:
-        """Fork its keeper; ``reply`` is answered once the program runs or cannot."""
+        """Give its program to a keeper; ``reply`` is answered once it runs or cannot."""
         self._reply = reply
         size = request.get("pty")
         ours: List[int] = []
@@ -93,40 +124,55 @@ class Process:
             else:
                 if request.get("stdin"):
                     given, kept = os.pipe()
+                    ours.append(kept)
                 else:
                     # Not opened here: an agent may have put something else in its place.
-                    given, kept = os.dup(self._workload.null), -1
+                    given = os.dup(self._workload.null)
                 theirs.append(given)
-                if kept >= 0:
-                    ours.append(kept)
                 for _ in range(2):
                     kept, given = os.pipe()
                     ours.append(kept)
                     theirs.append(given)
                 standard = (theirs[0], theirs[1], theirs[2])
-            control, control_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            keeper = self._keepers.take()
+            try:
+                keeper.execute(request["argv"], request["env"], request["cwd"], standard, size is not None)
+            except BaseException:
+                keeper.discard()
+                raise
         except BaseException:
-            for descriptor in ours + theirs:
+            for descriptor in ours:
                 os.close(descriptor)
             raise
-        program = keeper.Program(request["argv"], request["env"], request["cwd"], standard, size is not None)
-        try:
-            self.keeper = os.fork()
-        except OSError:
-            for descriptor in ours + theirs:
+        finally:
+            for descriptor in theirs:
                 os.close(descriptor)
-            control.close()
-            control_end.close()
-            raise
-        if self.keeper == 0:
-            keeper.keep(control_end, program, self._workload)
-        control_end.close()
-        for descriptor in theirs:
-            os.close(descriptor)
-        control.setblocking(False)
-        self._control = control
-        self._loop.watch(control.fileno(), self._told, None)
+        keeper.control.setblocking(False)
+        self._control = keeper.control
+        self._status = keeper.status
+        self._loop.watch(keeper.control.fileno(), self._told, None)
+        self._loop.watch(keeper.status, self._executed, None)
         self._carry(request, ours, size is not None)
+
+    def _executed(self) -> None:
+        """The program runs, or cannot: only its child held the other end."""
+        if self._status is None:
+            return
+        text = os.read(self._status, STATUS_LIMIT)
+        self._close(self._status)
+        self._status = None
+        assert self._reply is not None
+        reply, self._reply = self._reply, None
+        if text:
+            failure = frames.parse_message(text)
+            reply.refuse(failure["errno"], failure["what"], failed=bool(failure.get("failed")))
+            # Nothing was executed, so nothing will be read.
+            self.stop()
+        else:
+            self._running = True
+            reply.answer({})
+        # Not now: a program that ends at once should not wait for that.
+        self._loop.when_idle(self._keepers.refill)
 
     def _carry(self, request: frames.Message, ours: List[int], terminal: bool) -> None:
         if terminal:
@@ -203,29 +249,28 @@ class Process:
                 else:
                     reply.answer({})
             elif "exit" in message:
-                self._exited(message["exit"], message["cpu_s"], message["peak_bytes"])
-            elif "started" in message:
-                self._running = True
-                self._answer_start().answer({"pid": message["started"]})
-            elif "empty" in message:
-                self._empty = True
+                # Its end was there to be read before its exit was told, but may not have been read yet.
+                self._executed()
+                if self._running:
+                    self._exited(message["exit"], message["cpu_s"], message["peak_bytes"])
             else:
-                reply = self._answer_start()
-                reply.refuse(message["errno"], message["what"], failed=bool(message.get("failed")))
-
-    def _answer_start(self) -> Reply:
-        assert self._reply is not None
-        reply, self._reply = self._reply, None
-        return reply
+                self._empty = True
 
     def _keeper_ended(self) -> None:
         assert self._control is not None
         self._loop.forget(self._control.fileno())
         self._control.close()
         self._control = None
-        if self._reply is not None:
-            self._answer_start().refuse(errno.ECHILD, "what should have started it was killed")
-        elif self._running and self._exit is None:
+        if self._status is not None and not self._empty:
+            # Killed before it forked, or its child before it executed: from inside, as an ordinary user's can be.
+            self._close(self._status)
+            self._status = None
+            assert self._reply is not None
+            self._reply.refuse(errno.ECHILD, "what should have started it was killed")
+            self._reply = None
+            self.stop()
+        self._executed()
+        if self._running and self._exit is None:
             self._exited(signal.SIGKILL, None, None)
         for reply in self._orders.values():
             if self._empty:
@@ -233,9 +278,6 @@ class Process:
             else:
                 reply.refuse(errno.ECHILD, "what keeps the process's tree was killed")
         self._orders.clear()
-        if not self._running:
-            # Nothing was executed, so nothing will be read.
-            self.stop()
         if self._on_over is not None:
             self._on_over()
 
@@ -268,6 +310,7 @@ class Process:
             self._exit_told = True
             self._unread.clear()
             self._say(frames.EVENT, 0, frames.pack_message(self._exit))
+            self._keepers.refill()
 
     # What the service orders -------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from penstock_sandbox.attendant import frames, system
 from penstock_sandbox.attendant.connections import Link
 from penstock_sandbox.attendant.endpoint import Endpoint
 from penstock_sandbox.attendant.loop import Loop
-from penstock_sandbox.attendant.processes import Process, Streams
+from penstock_sandbox.attendant.processes import Keepers, Process, Streams
 from penstock_sandbox.attendant.replies import Reply
 from penstock_sandbox.attendant.transfers import Transfers
 from penstock_sandbox.spawner import files
@@ -39,6 +40,7 @@ class Attendant:
         self._loop = Loop()
         self._workload = workload
         self._streams = Streams()
+        self._keepers = Keepers(workload)
         self._link = Link(self._loop, greeting, self._frame, self._fresh, self._go_on)
         self._link.listen(listener)
         say, room = self._link.say, self._link.room
@@ -67,6 +69,10 @@ class Attendant:
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._loop.watch(woken.fileno(), lambda: self._children_ended(woken), None)
+        # What is here now stays: a collection would only make every fork copy it.
+        gc.collect()
+        gc.freeze()
+        self._keepers.refill()
         while True:
             self._loop.run_once()
 
@@ -145,7 +151,15 @@ class Attendant:
 
     def _start(self, request: frames.Message, reply: Reply) -> None:
         number = request["process"]
-        process = Process(self._loop, self._link.say, self._link.room, self._streams, self._workload, number)
+        process = Process(
+            self._loop,
+            self._link.say,
+            self._link.room,
+            self._streams,
+            self._workload,
+            self._keepers,
+            number,
+        )
         process.start(request, reply)
         self._processes[number] = process
 

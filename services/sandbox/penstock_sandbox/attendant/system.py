@@ -252,14 +252,17 @@ class Workload:
                 return int(value)
         return 0
 
-    def become(self) -> None:
-        """Become the workload for good: for a fresh child that will execute a program."""
+    def approach(self) -> None:
+        """The slow half of becoming the workload: all but its user, so nobody inside may touch the caller yet."""
         for group in self._groups:
             os.write(group, b"0")
         if self._namespace is not None:
             _setns(self._namespace, CLONE_NEWUSER, "user")
         if self._confined:
             drop_bounding_set()
+
+    def become(self) -> None:
+        """Become the workload for good, after ``approach``: for a fresh child that will execute a program."""
         if self.ids is not None:
             uid, gid = self.ids
             if os.getgroups() != [gid]:
