@@ -28,7 +28,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         unknown = [name for name in names if name not in SERVICES]
         if unknown:
             raise pytest.UsageError(f"--backend: there is no {', '.join(unknown)}; there are {', '.join(SERVICES)}")
+        names = [name for name in names if metafunc.function.__name__ not in SERVICES[name].left_out]
         metafunc.parametrize("service", names, indirect=True, scope="session")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """What no service runs, so that nobody takes it for passed."""
+    return [
+        f"not run on {name}: {test} ({why})"
+        for name in config.getoption("--backend") or SERVICES
+        for test, why in SERVICES[name].left_out.items()
+    ]
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -7,17 +7,16 @@ the number of sandboxes.
 Invariants
 - There are never more than ``CREATING + ASKING + streams`` threads, the last being one for each sandbox that the
   backend admits and a few more for streams that end while their successor begins.
-- Threads of streams are daemons: one that waits for a machine which has vanished does not keep the service from
-  ending.
+- All of them are daemons: one that waits for what never comes does not keep the service from ending.
 """
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 CREATING = 8
 ASKING = 16
@@ -31,17 +30,17 @@ class Threads:
     """All threads of the backend; ``streams`` is how many sandboxes there may be."""
 
     def __init__(self, streams: int) -> None:
-        self._creating = ThreadPoolExecutor(CREATING, "hf-create")
-        self._asking = ThreadPoolExecutor(ASKING, "hf-ask")
+        self._creating = _Pool("hf-create", CREATING)
+        self._asking = _Pool("hf-ask", ASKING)
         self._free = asyncio.Semaphore(streams + _OVERLAP)
 
     def create(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Run what takes long. The thread goes on when the future is cancelled: shield it."""
-        return asyncio.get_running_loop().run_in_executor(self._creating, lambda: function(*args, **kwargs))
+        return self._creating.run(lambda: function(*args, **kwargs))
 
     async def ask(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a short call."""
-        return await asyncio.get_running_loop().run_in_executor(self._asking, lambda: function(*args, **kwargs))
+        """Run a short call. The thread goes on when this is cancelled."""
+        return await self._asking.run(lambda: function(*args, **kwargs))
 
     async def stream(self, function: Callable[[], None]) -> None:
         """Start what streams, once a thread is free; it must handle its own failures. Answers when it has begun."""
@@ -61,9 +60,63 @@ class Threads:
             raise
 
     def close(self) -> None:
-        """Take no more; what runs ends by itself."""
-        for pool in (self._creating, self._asking):
-            pool.shutdown(wait=False, cancel_futures=True)
+        """Let idle threads end; a busy one ends with what it does."""
+        self._creating.close()
+        self._asking.close()
+
+
+class _Pool:
+    """At most ``size`` threads, made as they are needed. Daemons, unlike those of ``concurrent.futures``."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self._name = name
+        self._size = size
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = 0
+        self._waiting = 0
+
+    def run(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run it as soon as a thread is free; one that was cancelled before that does not run."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def work() -> None:
+            if future.cancelled():
+                tell(loop, self._done)
+                return
+            try:
+                result = function()
+            except BaseException as error:  # noqa: BLE001 - whatever it was belongs to who asked
+                tell(loop, self._done, future.set_exception, future, error)
+            else:
+                tell(loop, self._done, future.set_result, future, result)
+
+        self._waiting += 1
+        self._work.put(work)
+        if self._waiting > self._threads and self._threads < self._size:
+            self._threads += 1
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        return future
+
+    def _done(
+        self,
+        settle: Callable[[Any], None] | None = None,
+        future: asyncio.Future[Any] | None = None,
+        outcome: object = None,
+    ) -> None:
+        """On the loop: one thing less is waited for or done."""
+        self._waiting -= 1
+        if settle is not None and future is not None and not future.done():
+            settle(outcome)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def close(self) -> None:
+        """Tell every thread to end once the work before this is done."""
+        for _ in range(self._threads):
+            self._work.put(None)
 
 
 def tell(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
