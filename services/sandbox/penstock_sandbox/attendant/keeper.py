@@ -15,6 +15,7 @@ from __future__ import annotations
 import array
 import errno
 import fcntl
+import gc
 import os
 import resource
 import select
@@ -81,6 +82,12 @@ class Keeper:
             return False
         return False  # it says something although nothing was asked, or it has ended
 
+    def discard(self) -> None:
+        """Let go of one that is not used: it ends."""
+        self.control.close()
+        self._feed.close()
+        os.close(self.status)
+
     def execute(
         self, argv: Sequence[str], env: Dict[str, str], cwd: str, descriptors: Tuple[int, int, int], terminal: bool
     ) -> None:
@@ -104,6 +111,7 @@ class _NotExecuted(Exception):
 def _keep(control: socket.socket, feed: socket.socket, told: int, workload: system.Workload) -> NoReturn:
     code = 71
     try:
+        gc.disable()
         close_others({0, 1, 2, control.fileno(), feed.fileno(), told, *workload.held})
         system.set_name("keeper")
         _Keeping(control).run(feed, told, workload)

@@ -54,8 +54,10 @@ class Keepers:
     def take(self) -> Keeper:
         """One to use. Raises OSError when there is none and none can be forked."""
         spare, self._spare = self._spare, None
-        if spare is not None and spare.alive():
-            return spare
+        if spare is not None:
+            if spare.alive():
+                return spare
+            spare.discard()  # the kernel may have killed it for memory
         return Keeper(self._workload)
 
     def refill(self) -> None:
@@ -133,7 +135,11 @@ class Process:
                     theirs.append(given)
                 standard = (theirs[0], theirs[1], theirs[2])
             keeper = self._keepers.take()
-            keeper.execute(request["argv"], request["env"], request["cwd"], standard, size is not None)
+            try:
+                keeper.execute(request["argv"], request["env"], request["cwd"], standard, size is not None)
+            except BaseException:
+                keeper.discard()
+                raise
         except BaseException:
             for descriptor in ours:
                 os.close(descriptor)
