@@ -119,8 +119,11 @@ async def beside() -> AsyncIterator[Mapping[str, str]]:
     if os.environ.get(REAL) == "1":
         key = os.environ.get("E2B_API_KEY", "")
         assert key, f"{REAL}=1 needs E2B_API_KEY"
-        template = os.environ.get("E2B_TEMPLATE", "base")
-        yield {"PENSTOCK_SANDBOX_E2B_API_KEY": key, "PENSTOCK_SANDBOX_E2B_TEMPLATE": template}
+        yield {
+            "PENSTOCK_SANDBOX_E2B_API_KEY": key,
+            "PENSTOCK_SANDBOX_E2B_TEMPLATE": os.environ.get("E2B_TEMPLATE", "base"),
+            "PENSTOCK_SANDBOX_E2B_DOMAIN": os.environ.get("E2B_DOMAIN", ""),
+        }
     elif (running := _beside.get()) is not None:
         yield running.environment()
     else:
