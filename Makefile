@@ -51,7 +51,7 @@ protos: $(DEV_STAMP) ## generate the Python stubs from protos/
 
 .PHONY: credentials
 credentials: $(STAMP) ## certificates, tokens and .env for docker compose (docs/guides/compose.md)
-	@$(PIP) install -c constraints.txt -e "./clients/python/sdk[credentials]"
+	@$(PIP) install --no-build-isolation -c constraints.txt -e "./clients/python/sdk[credentials]"
 	@$(BIN)/penstock credentials credentials
 	@[ -e .env ] || printf '%s\n' "PENSTOCK_DOCKER_GID=$$(stat -L -c %g /var/run/docker.sock 2>/dev/null || echo 0)" \
 		"PENSTOCK_MODEL_DIR=./runs/demo/latest/model" >.env

@@ -1,4 +1,4 @@
-"""docker-compose.yml as it is, on a real engine: the images build, the stack comes up, a rollout runs, nothing is left."""
+"""docker-compose.yml on a real engine: the images build, the stack comes up, a rollout runs, nothing is left."""
 
 from __future__ import annotations
 

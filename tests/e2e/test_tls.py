@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.support.copying import copy_task, finish
 from tests.support.stack import running
@@ -19,7 +20,7 @@ async def test_model_calls_go_over_tls_from_the_sandbox_service_to_the_ingress_a
     place = tmp_path / "credentials"
     make(place, (), 1)
     ca = str(place / "ca.pem")
-    settings = {
+    settings: dict[str, dict[str, Any]] = {
         "inference": {"tls_cert": str(place / "inference.pem"), "tls_key": str(place / "inference.key")},
         "interception": {
             "inference_ca": ca,

@@ -1,7 +1,7 @@
 """The repository's docker-compose.yml on a real engine of the tests': images built from an imported base, one project.
 
-The engine reaches no registry and no package index: the base is the one that `dockerd` imports, and what pip needs comes
-from wheels that are gathered once a machine (`make wheels` does the same). So the base's Python must be this one.
+The engine reaches no registry and no package index: the base is the one that `dockerd` imports, and what pip needs
+comes from wheels that are gathered once a machine (`make wheels` does the same). So the base's Python must be this one.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ class Composed:
     environment: Mapping[str, str]
 
     def compose(self, *argv: str) -> str:
-        """Runs docker-compose in the project; answers what it said."""
-        return _run(["docker-compose", "--project-name", self.name, *argv], self.environment, self.folder)
+        """Runs Compose in the project; answers its output."""
+        return _run([*_program(), "--project-name", self.name, *argv], self.environment, self.folder)
 
     def container(self, service: str) -> dict[str, Any]:
         """What the engine says of a service's container."""
-        found: dict[str, Any] = self.engine.api.inspect_container(f"{self.name}_{service}_1")
+        labels = [f"com.docker.compose.project={self.name}", f"com.docker.compose.service={service}"]
+        [one] = self.engine.api.containers(all=True, filters={"label": labels})
+        found: dict[str, Any] = self.engine.api.inspect_container(one["Id"])
         return found
 
     def logs(self) -> str:
@@ -84,8 +86,18 @@ async def composed(place: Path, script: Mapping[str, Any]) -> AsyncIterator[Comp
         await asyncio.to_thread(project.compose, "down", "--volumes", "--timeout", "30")
 
 
+def _program() -> list[str]:
+    """Compose as this machine has it: the program, or the Docker command's plugin; empty = not at all."""
+    if shutil.which("docker-compose") is not None:
+        return ["docker-compose"]
+    asked = ["docker", "compose", "version"]
+    if shutil.which("docker") is not None and subprocess.run(asked, capture_output=True, check=False).returncode == 0:
+        return ["docker", "compose"]
+    return []
+
+
 def _prepare(place: Path, script: Mapping[str, Any]) -> Composed:
-    if shutil.which("docker-compose") is None:
+    if not _program():
         message = "DOCKER-COMPOSE.YML IS NOT TESTED HERE: apt-get install -y --no-install-recommends docker-compose"
         if os.environ.get("CI"):
             pytest.fail(message, pytrace=False)
@@ -116,6 +128,7 @@ def _prepare(place: Path, script: Mapping[str, Any]) -> Composed:
     environment = {
         **os.environ,
         "DOCKER_HOST": engine.host,
+        "DOCKER_BUILDKIT": "0",
         "COMPOSE_HTTP_TIMEOUT": "300",
         "PENSTOCK_AGENT_IMAGE": dockerd.BASE,
         "PENSTOCK_BASE_IMAGE": dockerd.BASE,
@@ -167,4 +180,4 @@ def _run(argv: Sequence[str], environment: Mapping[str, str], folder: Path = ROO
         argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=environment, cwd=folder
     )
     assert done.returncode == 0, f"{' '.join(argv)}\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    return done.stdout + done.stderr
+    return done.stdout

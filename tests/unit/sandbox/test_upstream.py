@@ -42,7 +42,7 @@ async def asked(target: NetworkPolicy) -> bytes:
 
 
 async def test_an_upstream_over_tls_is_verified_by_the_operators_ca(tmp_path: Path) -> None:
-    """R9, R14: the sandbox speaks plainly to its own loopback; beyond the machine it is TLS, to whom the operator said."""
+    """R9, R14: a sandbox speaks plainly to its own loopback; beyond the machine it is TLS, to the right one."""
     ca, stranger = trustme.CA(), trustme.CA()
     ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     stranger.cert_pem.write_to_path(str(tmp_path / "stranger.pem"))
@@ -52,7 +52,7 @@ async def test_an_upstream_over_tls_is_verified_by_the_operators_ca(tmp_path: Pa
         address = f"tls:127.0.0.1:{port}"
         assert await asked(policy(address, str(tmp_path / "ca.pem"))) == b"hello\n"
         for other in (str(tmp_path / "stranger.pem"), "", str(tmp_path / "absent.pem")):
-            with pytest.raises(OSError):  # noqa: PT011 - any of TLS's and the file system's
+            with pytest.raises(OSError):
                 await connect(policy(address, other))
         assert await asked(policy(address, str(tmp_path / "ca.pem"))) == b"hello\n"
 
@@ -69,7 +69,9 @@ def test_an_upstream_is_one_of_three_forms(upstream: str) -> None:
     assert network_problems(policy(upstream)) == []
 
 
-@pytest.mark.parametrize("upstream", ["", "gate", "tls:", "tls:gate", "tls::1", "tls:unix:/run/gate", "unix:run", "gate:0"])
+@pytest.mark.parametrize(
+    "upstream", ["", "gate", "tls:", "tls:gate", "tls::1", "tls:unix:/run/gate", "unix:run", "gate:0"]
+)
 def test_another_form_is_refused_by_the_field_s_name(upstream: str) -> None:
     """R54: INVALID_ARGUMENT naming the field."""
     assert [problem.field for problem in network_problems(policy(upstream))] == ["spec.network.one_endpoint.upstream"]

@@ -45,12 +45,14 @@ def credentials(
     directory: Annotated[Path, typer.Argument(help="Where to; made, and closed to other users.")] = Path("credentials"),
     host: Annotated[
         list[str] | None,
-        typer.Option(help="A name or address that clients reach the services by; repeat. The first is written for them."),
+        typer.Option(
+            help="A name or address that clients reach the services by; repeat. The first is written for them."
+        ),
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificates hold.")] = 365,
     renew: Annotated[bool, typer.Option(help="Replace what is there; services and clients need a restart.")] = False,
 ) -> None:
-    """Make certificates, tokens and a connection file for `docker compose` and other deployments."""
+    """Make certificates, tokens and a connection file for services in containers or on other machines."""
     try:
         import cryptography  # noqa: F401 - only whether it is there
     except ImportError:
