@@ -7,7 +7,6 @@ deadline before it is told as renewed.
 from __future__ import annotations
 
 import time
-
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -115,7 +114,7 @@ class E2BSandbox(AttendedSandbox):
             ) from None
         self._internet = False
         if policy.kind is NetworkKind.ONE_ENDPOINT:
-            self._endpoint = Endpoint(self.id, policy.upstream)
+            self._endpoint = Endpoint(self.id, policy)
             try:
                 await self._link.request("listen", port=policy.local_port)
             except LinkLost as error:
