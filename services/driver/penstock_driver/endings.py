@@ -33,8 +33,9 @@ def judge(
     if end.reason is ExitReason.EXITED and end.code in success_codes and not said_failed:
         return None
     if closing.unanswered:
-        message = f"{closing.unanswered} of {closing.calls} model calls got no answer, and the agent gave up"
-        return Failure(Cause.MODEL, "MODEL_CALL_FAILED", message, True, phase)
+        why = f" (the last: {closing.last_failure})" if closing.last_failure else ""
+        message = f"{closing.unanswered} of {closing.calls} model calls got no answer{why}, and the agent gave up"
+        return Failure(Cause.MODEL, "MODEL_CALL_FAILED", message, not closing.is_final, phase)
     if said_failed:
         return Failure(Cause.AGENT, "AGENT_REPORTED_FAILURE", f"reason: {done.data.get('reason')}", False, phase)  # type: ignore[union-attr]
     if end.reason is ExitReason.OOM:

@@ -243,11 +243,16 @@ class GateOpening:
 
 @dataclass(frozen=True, slots=True)
 class GateClosing:
-    """What became of a rollout's calls; `exhausted_budget` names the budget that was used up, empty for none."""
+    """What became of a rollout's calls; `exhausted_budget` names the budget that was used up, empty for none.
+
+    `last_failure` is why the call that failed last did, and `is_final` whether asking again would not help.
+    """
 
     exhausted_budget: str = ""
     calls: int = 0
     unanswered: int = 0
+    last_failure: str = ""
+    is_final: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,7 +200,7 @@ class ModelFacts:
 
 @dataclass(slots=True)
 class Totals:
-    """Counts over a rollout's calls."""
+    """Counts over a rollout's calls, and why the one that failed last did."""
 
     calls: int = 0
     delivered: int = 0
@@ -209,6 +209,8 @@ class Totals:
     expired: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    last_failure_reason: str = ""
+    last_failure_retriable: bool = False
 
     @property
     def open(self) -> int:

@@ -440,6 +440,9 @@ class Gate:
         totals, spent = call.rollout.totals, call.rollout.spent
         name = call.state.value
         setattr(totals, name, getattr(totals, name) + 1)
+        if call.state is CallState.FAILED and call.failure is not None:
+            totals.last_failure_reason = call.failure.reason
+            totals.last_failure_retriable = call.failure.retriable
         if call.state is CallState.DELIVERED and call.completion is not None:
             prompt = call.prompt.count if call.prompt is not None else 0
             if call.completion.usage is not None:

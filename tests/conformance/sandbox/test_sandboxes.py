@@ -189,10 +189,12 @@ async def test_deleting_ends_its_processes_its_watchers_and_is_idempotent(servic
 async def test_a_sandbox_that_dies_is_lost_and_nobody_waits_for_it(service: Running) -> None:
     """R43: a watcher stops when its sandbox is gone."""
     box = Box(service, await create(service))
-    await box.start("p", "sleep", "4791")
+    # No other run on this machine sleeps as long: only this sandbox is ended.
+    seconds = str(10**6 + secrets.randbelow(10**9))
+    await box.start("p", "sleep", seconds)
     finishing = asyncio.create_task(box.finish("p"))
     # The first process can only be ended from outside; its input is the spawner's.
-    killed = await asyncio.to_thread(_kill_first_process_of, service, "4791")
+    killed = await asyncio.to_thread(_kill_first_process_of, seconds)
     assert killed
     ended = (await finishing)[2]
     assert ended.reason == ps.EXIT_REASON_SANDBOX_LOST
@@ -204,7 +206,7 @@ async def test_a_sandbox_that_dies_is_lost_and_nobody_waits_for_it(service: Runn
     await delete(service, box.id)
 
 
-def _kill_first_process_of(service: Running, argument: str) -> bool:
+def _kill_first_process_of(argument: str) -> bool:
     for folder in Path("/proc").iterdir():
         try:
             arguments = (folder / "cmdline").read_bytes().split(b"\0")

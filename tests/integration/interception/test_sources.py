@@ -34,7 +34,7 @@ async def inference(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Callab
     """Starts the real inference service with a script; gives its address."""
     async with AsyncExitStack() as stack:
 
-        async def start_inference(script: dict[str, Any]) -> str:
+        async def start_inference(script: dict[str, Any], **further: Any) -> str:
             file = tmp_path / "script.json"
             file.write_text(json.dumps(script))
             settings = InferenceSettings(
@@ -43,6 +43,7 @@ async def inference(tmp_path: Path, tokenizer_dir: Path) -> AsyncIterator[Callab
                 anonymous=True,
                 engine="scripted",
                 engine_options={"script": str(file)},
+                **further,
             )
             service = await stack.enter_async_context(build_inference(settings))
             address, _ = await stack.enter_async_context(serve(*service.registrations, roles=service.roles))
@@ -149,6 +150,18 @@ async def test_a_service_that_is_down_is_an_error_when_the_rollout_is_opened(sta
             await service.open(mode=PROXY, **options)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         assert from_rpc_error(caught.value).reason == reason
+
+
+async def test_a_conversation_beyond_the_models_context_is_refused_for_good(start: Any, inference: Any) -> None:
+    """R8, R59: the agent gets 400 with the two numbers, and the rollout's totals say that no retry helps."""
+    service = await start(
+        inference_address=await inference({"strict": False, "turns": [{"reply": "hello"}]}, max_context_tokens=8)
+    )
+    rollout = await service.open(mode=PROXY, source=DEFAULT_INFERENCE)
+    with pytest.raises(openai.BadRequestError, match="the model's context is 8"):
+        await rollout.client().chat.completions.create(model="m", messages=ASK)
+    totals = (await service.close(rollout.rollout_id)).totals
+    assert (totals.last_failure_reason, totals.last_failure_retriable) == ("CONTEXT_EXCEEDED", False)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -240,6 +240,8 @@ async def test_a_failure_is_told_to_the_agent_as_retriable_or_not(service: Any) 
             await task
         assert caught.value.status_code == status
         assert "FIRE" not in caught.value.response.text and "10.0.0.7" not in caught.value.response.text
+    totals = (await service.close(rollout.rollout_id)).totals
+    assert (totals.failed, totals.last_failure_reason, totals.last_failure_retriable) == (2, "GPU_ON_FIRE", False)
 
 
 async def test_closing_a_rollout_ends_its_calls_and_tells_everyone_by_type(service: Any) -> None:

@@ -124,13 +124,17 @@ async def test_a_used_up_budget_is_the_cause_whatever_the_agent_made_of_it(drive
     assert outcome.HasField("reward")
 
 
-async def test_calls_without_an_answer_are_the_models_failure_and_not_the_agents(driver: Driver) -> None:
-    """R59: retriable, and not graded."""
+@pytest.mark.parametrize("is_final", [False, True])
+async def test_calls_without_an_answer_are_the_models_failure_and_not_the_agents(
+    driver: Driver, is_final: bool
+) -> None:
+    """R59: not graded, and to be tried again unless the same would happen, as with a prompt beyond the context."""
     driver.gate.script = lambda _: 400
-    driver.gate.closing = GateClosing("", 1, 1)
+    driver.gate.closing = GateClosing("", 1, 1, "CONTEXT_EXCEEDED", is_final)
     outcome = await driver.run(driver.order())
     assert failure(outcome) == ("MODEL", "MODEL_CALL_FAILED")
-    assert outcome.failure.retriable
+    assert "CONTEXT_EXCEEDED" in outcome.failure.message
+    assert outcome.failure.retriable is not is_final
     assert not outcome.HasField("reward")
 
 

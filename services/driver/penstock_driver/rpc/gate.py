@@ -93,7 +93,13 @@ class GrpcGate:
         except NotFound:
             return GateClosing()
         totals = answer.rollout.totals
-        return GateClosing(answer.rollout.exhausted_budget, totals.calls, totals.failed + totals.expired)
+        return GateClosing(
+            exhausted_budget=answer.rollout.exhausted_budget,
+            calls=totals.calls,
+            unanswered=totals.failed + totals.expired,
+            last_failure=totals.last_failure_reason,
+            is_final=bool(totals.last_failure_reason) and not totals.last_failure_retriable and not totals.expired,
+        )
 
     async def delete(self, rollout_id: str) -> None:
         """See ports.Gate."""

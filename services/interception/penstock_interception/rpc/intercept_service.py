@@ -122,7 +122,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     async def CompleteCalls(  # noqa: N802
         self, request: pb.CompleteCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.CompleteCallsResponse:
-        acknowledged = await judge(self._turns, request.results, None)
+        acknowledged = await judge(self._turns, request.results)
         lost = [lease for lease in request.extend_lease_ids if not self._gate.dispatcher.extend(lease)]
         return pb.CompleteCallsResponse(acknowledged=acknowledged, lost_lease_ids=lost)
 
@@ -170,7 +170,11 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
 
 
 class _Stream:
-    """One session's two halves: what comes in is judged in order, what goes out is whatever has gathered."""
+    """One session's two halves: what comes in is judged in order, what goes out is whatever has gathered.
+
+    Results are judged as they come and acknowledged as they reach the disk, beside each other: a trainer that answers
+    many calls waits for a commit once and not once a frame.
+    """
 
     def __init__(self, session: Session, turns: Turns, heartbeat_s: float, stopping: asyncio.Event) -> None:
         self.session = session
@@ -179,6 +183,7 @@ class _Stream:
         self._heartbeat_s = heartbeat_s
         self._stopping = stopping
         self._replies: list[pb.InterceptResponse] = []
+        self._verdicts: asyncio.Queue[list[Accepted | Rejection] | None] = asyncio.Queue()
         self._heard = asyncio.get_running_loop().time()
         self._said_goodbye = False
         self._told_go_away = False
@@ -186,13 +191,21 @@ class _Stream:
     async def read(self, requests: AsyncIterator[pb.InterceptRequest]) -> None:
         """Takes frames until the trainer leaves or its stream ends."""
         try:
-            async for request in requests:
-                self._heard = asyncio.get_running_loop().time()
-                await self._take(request)
-                if self._said_goodbye:
-                    return
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._acknowledge())
+                async for request in requests:
+                    self._heard = asyncio.get_running_loop().time()
+                    await self._take(request)
+                    if self._said_goodbye:
+                        break
+                self._verdicts.put_nowait(None)
         finally:
             self.session.end()
+
+    async def _acknowledge(self) -> None:
+        """Tells what became of each frame of results, in the order in which they came."""
+        while (verdicts := await self._verdicts.get()) is not None:
+            self._reply(pb.InterceptResponse(acknowledged=await _told(verdicts)))
 
     async def frames(self, writer: CallWriter) -> AsyncIterator[pb.InterceptResponse]:
         """Frames to send, until the session ends."""
@@ -237,8 +250,8 @@ class _Stream:
         session, dispatcher = self.session, self._gate.dispatcher
         match request.WhichOneof("frame"):
             case "results":
-                acknowledged = await judge(self._turns, request.results.results, session)
-                self._reply(pb.InterceptResponse(acknowledged=acknowledged))
+                results = request.results.results
+                self._verdicts.put_nowait([await _judge_one(self._turns, result, session) for result in results])
             case "credits":
                 dispatcher.set_credit(session, _credits(request.credits, least=0, bytes_now=session.credit.bytes))
             case "pause":
@@ -264,9 +277,13 @@ class _Stream:
         self.session.wake()
 
 
-async def judge(turns: Turns, results: Sequence[pb.CallResult], session: Session | None) -> pb.ResultsAcknowledged:
+async def judge(turns: Turns, results: Sequence[pb.CallResult]) -> pb.ResultsAcknowledged:
     """Each result by itself; returns when all that were accepted are on disk."""
-    verdicts = [await _judge_one(turns, result, session) for result in results]
+    return await _told([await _judge_one(turns, result, None) for result in results])
+
+
+async def _told(verdicts: Sequence[Accepted | Rejection]) -> pb.ResultsAcknowledged:
+    """What became of results, once all that were accepted are on disk."""
     acknowledged = pb.ResultsAcknowledged()
     for verdict in verdicts:
         if isinstance(verdict, Rejection):

@@ -131,6 +131,8 @@ def rollout_to(rollout: Rollout) -> gate_pb2.GateRollout:
             expired=totals.expired,
             prompt_tokens=totals.prompt_tokens,
             completion_tokens=totals.completion_tokens,
+            last_failure_reason=totals.last_failure_reason,
+            last_failure_retriable=totals.last_failure_retriable,
         ),
         exhausted_budget=rollout.exhausted_budget,
         paused_time=convert.duration(rollout.paused_s),

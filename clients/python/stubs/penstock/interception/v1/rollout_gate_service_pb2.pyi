@@ -377,6 +377,8 @@ class CallTotals(_message.Message):
     EXPIRED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    LAST_FAILURE_REASON_FIELD_NUMBER: _builtins.int
+    LAST_FAILURE_RETRIABLE_FIELD_NUMBER: _builtins.int
     calls: _builtins.int
     open: _builtins.int
     delivered: _builtins.int
@@ -385,6 +387,9 @@ class CallTotals(_message.Message):
     expired: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
+    last_failure_reason: _builtins.str
+    """Of the call that FAILED last: its stable reason, for example CONTEXT_EXCEEDED, and whether asking again may help."""
+    last_failure_retriable: _builtins.bool
     def __init__(
         self,
         *,
@@ -396,10 +401,12 @@ class CallTotals(_message.Message):
         expired: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        last_failure_reason: _builtins.str = ...,
+        last_failure_retriable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "failed", b"failed", "open", b"open", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "failed", b"failed", "last_failure_reason", b"last_failure_reason", "last_failure_retriable", b"last_failure_retriable", "open", b"open", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
