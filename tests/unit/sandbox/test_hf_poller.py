@@ -27,12 +27,23 @@ def socket() -> Iterator[str]:
 
 
 def keep(socket: str, script: str) -> None:
-    argv = [sys.executable, "-I", _PROGRAM, "keep", "--socket", socket, "--", "/bin/sh", "-c", script]
+    argv = [sys.executable, "-I", str(_PROGRAM), "keep", "--socket", socket, "--", "/bin/sh", "-c", script]
     subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
 
 
 def take(socket: str, offset: int, wait_s: float = 20.0) -> tuple[str, bytes]:
-    argv = [sys.executable, "-I", _PROGRAM, "take", "--socket", socket, "--offset", str(offset), "--wait", str(wait_s)]
+    argv = [
+        sys.executable,
+        "-I",
+        str(_PROGRAM),
+        "take",
+        "--socket",
+        socket,
+        "--offset",
+        str(offset),
+        "--wait",
+        str(wait_s),
+    ]
     state, _, data = subprocess.run(argv, stdout=subprocess.PIPE, check=True).stdout.partition(b"\n")
     return state.decode(), data
 
