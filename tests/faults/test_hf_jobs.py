@@ -116,7 +116,7 @@ async def test_a_job_that_vanishes_is_lost_at_once(jobs: HfJobs, state_dir: Path
         assert (await finishing)[2].reason == ps.EXIT_REASON_SANDBOX_LOST
         error = await failure(box.run("true"))
         assert isinstance(error, FailedPrecondition) and error.reason == "SANDBOX_LOST"
-        assert error.metadata["lost_reason"] == "JOB_DELETED"
+        assert error.metadata["lost_reason"] == "JOB_ENDED"
 
 
 async def test_a_workload_that_ends_its_attendant_ends_its_sandbox_only(jobs: HfJobs, state_dir: Path) -> None:

@@ -217,8 +217,9 @@ class HfBackend(Backend):
             if attached:
                 # The last pipe broke: perhaps of the job's end. When that is not known, trying tells.
                 with contextlib.suppress(Unavailable):
-                    if reason := await remote.ended():
-                        raise SandboxGone(reason)
+                    if how := await remote.ended():
+                        _log.warning("a job ended", sandbox=sandbox_id, job=remote.job_id, how=how)
+                        raise SandboxGone("JOB_ENDED")
             attached = True
             return await remote.attach(command)
 

@@ -65,17 +65,17 @@ class Jobs:
         self._threads = threads
 
     async def ended(self, job_id: str) -> str:
-        """Why a job is over, or "" while it is not. Raises Unavailable when that cannot be learned."""
+        """How a job ended, or "" while it has not. Raises Unavailable when that cannot be learned."""
 
         def call() -> str:
             try:
                 status = self.api.inspect_job(job_id=job_id, namespace=self.namespace).status
             except Exception as error:
                 if status_of(error) == 404:
-                    return "JOB_GONE"
+                    return "unknown there"
                 raise
             stage = str(getattr(status.stage, "value", status.stage))
-            return f"JOB_{stage}" if stage in _TERMINAL else ""
+            return stage if stage in _TERMINAL else ""
 
         return await self.ask("the job's state is not known", call)
 
@@ -126,7 +126,7 @@ class Remote(abc.ABC):
         """End the job; harmless when it is over. Raises Unavailable when that cannot be known."""
 
     async def ended(self) -> str:
-        """Why the job is over, or "" while it is not. Raises Unavailable when that cannot be learned."""
+        """How the job ended, or "" while it has not. Raises Unavailable when that cannot be learned."""
         return await self.jobs.ended(self.job_id)
 
 
