@@ -178,7 +178,8 @@ class Machine:
             **(env or {}),
         }
         enter = ["nsenter", f"--target={self._first}", "--user", "--mount", "--pid", "--net", "--ipc", "--uts"]
-        enter += [f"--setuid={uid}", f"--setgid={uid}", "--"]
+        # A namespace of one user has no right to change users or groups, and needs none.
+        enter += [f"--setuid={uid}", f"--setgid={uid}", "--"] if AS_ROOT else ["--preserve-credentials", "--"]
         inside = ["/bin/sh", "-c", 'cd -- "$1" || exit 1; shift; exec "$@"', "sh", cwd or home, *argv]
         return await asyncio.create_subprocess_exec(
             *enter, *inside, stdin=PIPE if stdin else DEVNULL, stdout=PIPE, stderr=PIPE, env=environment

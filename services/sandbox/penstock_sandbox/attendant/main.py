@@ -173,7 +173,10 @@ def _daemon(
     for standard, descriptor in enumerate((null, null, log)):
         os.dup2(descriptor, standard, inheritable=False)
     if os.geteuid() == 0:
-        os.setgroups([])
+        try:
+            os.setgroups([])
+        except PermissionError:
+            pass  # a user namespace of one user, which has no right to groups
     _raise_limits()
     # What is imported from here on would be an agent's.
     sys.path.clear()
