@@ -395,7 +395,9 @@ class DockerBackend(Backend):
     # Layers ------------------------------------------------------------------------------------------------------
 
     async def seal(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
-        box = next(one for one in self._live.values() if one.handle is handle)
+        box = next((one for one in self._live.values() if one.handle is handle), None)
+        if box is None:
+            raise FailedPrecondition("the sandbox is gone", reason="SANDBOX_LOST")
         box.seal_as = layer_id
         # The layer's own hold; the sandbox's ends with it.
         self._layers.hold(box.layers)
@@ -412,7 +414,8 @@ class DockerBackend(Backend):
         return SealedLayer(layer_id, max(0, box.sealed.size - box.image.size))
 
     async def has_layer(self, layer_id: str) -> bool:
-        return layer_id in self._layers
+        # A daemon's images are swept by others too.
+        return layer_id in self._layers and await self._images.there(f"{REPOSITORY}:{layer_id}")
 
     async def remove_layer(self, layer_id: str) -> None:
         self._layers.remove(layer_id)
