@@ -40,7 +40,9 @@ class Records:
 
     async def all(self) -> list[Record]:
         """Every row, oldest first."""
-        rows = await self._journal.query("SELECT id, backend, labels, created_at FROM sandbox ORDER BY created_at")
+        rows = await self._journal.query(
+            "SELECT id, backend, labels, created_at FROM sandbox ORDER BY created_at, rowid"
+        )
         return [Record(row["id"], row["backend"], _labels(row["labels"]), row["created_at"]) for row in rows]
 
     async def write(self, record: Record) -> None:

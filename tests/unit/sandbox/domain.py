@@ -40,7 +40,7 @@ class Domain:
     sandboxes: Sandboxes
     backend: ScriptedBackend
     journal: Journal
-    now: float = 1000.0
+    now: float
     again: asyncio.Event = None  # type: ignore[assignment]
     begun: list[asyncio.Task[Sandbox]] = field(default_factory=list)
 
@@ -109,12 +109,13 @@ async def opened(
     queued: int = 100,
     queue_timeout_s: float = 60.0,
     max_lifetime_s: float | None = None,
+    now: float = 1000.0,
 ) -> AsyncIterator[Domain]:
     """A domain on the state in ``folder``; it is killed at the end."""
     async with await Journal.open(folder / "journal.sqlite", MIGRATIONS) as journal:
         backend = ScriptedBackend(world or World(), journal)
         domain: Domain
-        domain = Domain(None, backend, journal)  # type: ignore[arg-type]
+        domain = Domain(None, backend, journal, now)  # type: ignore[arg-type]
         domain.again = asyncio.Event()
 
         async def pause(_: float) -> None:

@@ -57,11 +57,18 @@ class Cgroups:
                 continue
             # The group of this process within this hierarchy, as the mount shows it.
             inside = own.get(frozenset(controllers) if version == 1 else frozenset(), "/")
+            best: _Hierarchy | None = None
             for base in dict.fromkeys((mount / inside.lstrip("/"), mount)):
                 usable = _usable(version, wanted, base, name)
-                if usable:
-                    hierarchies.append(_Hierarchy(version, frozenset(usable), base / name))
-                    break
+                # A v2 group that holds processes can only have groups that freeze; further up may be more.
+                if usable and (best is None or len(usable) > len(best.controllers)):
+                    if best is not None:
+                        best.parent.rmdir()
+                    best = _Hierarchy(version, frozenset(usable), base / name)
+                elif usable:
+                    (base / name).rmdir()
+            if best is not None:
+                hierarchies.append(best)
         return cls(tuple(hierarchies))
 
     def create(self, sandbox_id: str, limits: Resources) -> Group:

@@ -339,7 +339,8 @@ class LocalSandbox(SandboxHandle):
                 yield
             finally:
                 if not self._ended:
-                    await self._freeze()
+                    # Not awaited: the kernel does it all the same, whatever becomes of this caller.
+                    self._freezer().freeze()
 
     async def _freeze(self) -> None:
         group = self._freezer()

@@ -205,6 +205,7 @@ class SandboxServiceServicer(object):
 
     def DeleteSandboxes(self, request, context):
         """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required.
+        Errors: UNAVAILABLE (DELETE_PENDING), when that holds for one of them; the others are deleted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

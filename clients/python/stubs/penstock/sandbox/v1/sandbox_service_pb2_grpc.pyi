@@ -71,7 +71,9 @@ class SandboxServiceStub:
     this call is repeated, until nothing of the sandbox is left).
     """
     DeleteSandboxes: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxesRequest, _sandbox_service_pb2.DeleteSandboxesResponse]
-    """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required."""
+    """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required.
+    Errors: UNAVAILABLE (DELETE_PENDING), when that holds for one of them; the others are deleted.
+    """
     RenewLease: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.RenewLeaseRequest, _sandbox_service_pb2.RenewLeaseResponse]
     """Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
     that is sooner; the answer says which end was granted.
@@ -171,7 +173,9 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     this call is repeated, until nothing of the sandbox is left).
     """
     DeleteSandboxes: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxesRequest, _sandbox_service_pb2.DeleteSandboxesResponse]  # type: ignore[assignment]
-    """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required."""
+    """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required.
+    Errors: UNAVAILABLE (DELETE_PENDING), when that holds for one of them; the others are deleted.
+    """
     RenewLease: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.RenewLeaseRequest, _sandbox_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Sets the end of the lease to now + `lease`, or to the end of the sandbox's life (Backend.max_lifetime after READY) if
     that is sooner; the answer says which end was granted.
@@ -310,7 +314,9 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_service_pb2.DeleteSandboxesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_service_pb2.DeleteSandboxesResponse, _abc.Awaitable[_sandbox_service_pb2.DeleteSandboxesResponse]]:
-        """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required."""
+        """Deletes every sandbox with all of the given labels, as DeleteSandbox does. At least one label is required.
+        Errors: UNAVAILABLE (DELETE_PENDING), when that holds for one of them; the others are deleted.
+        """
 
     @_abc_1.abstractmethod
     def RenewLease(
