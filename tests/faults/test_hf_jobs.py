@@ -150,6 +150,27 @@ async def test_killed_it_leaves_jobs_that_its_successor_ends_and_nobody_elses(jo
     await until_none_runs(jobs)
 
 
+async def test_hf_sandboxs_jobs_have_no_labels_and_are_ended_by_their_ids(jobs: HfJobs, state_dir: Path) -> None:
+    """R50, R51: and its output, which is fetched, loses nothing to requests that fail."""
+    classic = {**SERVICES["hf-sandbox"].settings}
+    async with serve(state_dir, jobs, **classic) as service:
+        box = await create(service)
+        await box.start("p", "bash", "-c", _COUNT)
+        seen = 0
+        async for event in box.watch("p"):
+            seen += len(event.chunk.data)
+            if seen > 500:
+                seen = 0
+                await jobs.fault("fail", where="port", count=2, path="/exec")
+        assert (await box.finish("p"))[0] == _COUNTED
+        (job,) = await jobs.running()
+        assert not [label for label in job["labels"] if "penstock" in label] and job["timeout_s"] == 86_400
+        service.process.send_signal(signal.SIGKILL)
+    assert len(await jobs.running()) == 1
+    async with serve(state_dir, jobs, **classic):
+        await until_run(jobs, 0)
+
+
 async def test_jobs_of_a_service_that_never_comes_back_end_by_themselves(jobs: HfJobs, state_dir: Path) -> None:
     """R50: and until then silence does not end them."""
     async with serve(state_dir, jobs, hf_idle_timeout_s="3") as service:

@@ -28,8 +28,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         unknown = [name for name in names if name not in SERVICES]
         if unknown:
             raise pytest.UsageError(f"--backend: there is no {', '.join(unknown)}; there are {', '.join(SERVICES)}")
-        names = [name for name in names if metafunc.function.__name__ not in SERVICES[name].left_out]
         metafunc.parametrize("service", names, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what a service leaves out; the run's head says which and why."""
+    left_out = []
+    for item in items:
+        call = getattr(item, "callspec", None)
+        name = call.params.get("service") if call is not None else None
+        if isinstance(name, str) and name in SERVICES and getattr(item, "originalname", "") in SERVICES[name].left_out:
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
