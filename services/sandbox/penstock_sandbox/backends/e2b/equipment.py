@@ -52,7 +52,7 @@ class Workload:
 
 def attach_command(sandbox_id: str) -> str:
     """The command that joins its standard input and output with the attendant."""
-    return f"exec python3 -I {_PROGRAM} attach --socket {_socket(sandbox_id)} --armour"
+    return f"exec python3 -I -S {_PROGRAM} attach --socket {_socket(sandbox_id)} --armour"
 
 
 def _socket(sandbox_id: str) -> str:
@@ -78,7 +78,7 @@ async def equip(sandbox: AsyncSandbox, sandbox_id: str, toolboxes: Sequence[Moun
     ]
     if toolboxes:
         lines.append(f"tar -xzf {_ARCHIVE} -C / --no-same-owner && rm -f {_ARCHIVE}")
-    serve = f"python3 -I {_PROGRAM} serve --socket {_socket(sandbox_id)} --user {workload.uid}:{workload.gid}"
+    serve = f"python3 -I -S {_PROGRAM} serve --socket {_socket(sandbox_id)} --user {workload.uid}:{workload.gid}"
     lines.append(f"exec {serve} --home {shlex.quote(workload.home)} --workdir {WORKDIR} --confine")
     code, _ = await run(sandbox, "\n".join(lines), _UNPACK_S if toolboxes else _QUICK_S, user="root")
     if code != 0:
@@ -95,7 +95,7 @@ async def end_workload(sandbox: AsyncSandbox, sandbox_id: str) -> int:
 
     Raises FailedPrecondition (SEAL_FAILED), PenstockError, Gone or Denied.
     """
-    text = f"exec python3 -I -c {shlex.quote(_END)} {_socket(sandbox_id)}"
+    text = f"exec python3 -I -S -c {shlex.quote(_END)} {_socket(sandbox_id)}"
     code, out = await run(sandbox, text, _QUICK_S, user="root")
     for line in out.splitlines():
         if code == 0 and line.startswith("penstock:"):
