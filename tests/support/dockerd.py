@@ -52,17 +52,21 @@ class Engine:
         """What DOCKER_HOST is for it."""
         return f"unix://{self.folder}/docker.sock"
 
-    def remains(self, label: str = "penstock.instance") -> list[str]:
-        """Everything of ours that the engine still has: containers, volumes and images with the label."""
-        found = self.api.containers(all=True, filters={"label": [label]})
-        names = [f"container {one['Names']}" for one in found]
+    def remains(self, state_dir: Path) -> list[str]:
+        """Everything that the engine has of the service whose Docker backend keeps its state there."""
+        file = state_dir / "instance"
+        if not file.exists():
+            return []
+        label = f"penstock.instance={file.read_text()}"
+        names = [f"container {one['Names']}" for one in self.containers(state_dir)]
         names += [f"volume {one['Name']}" for one in self.api.volumes(filters={"label": [label]}).get("Volumes") or []]
-        for image in self.api.images(filters={"label": [label]}):
-            # Prepared images are a cache; theirs is empty.
-            if image["Labels"].get(label):
-                names.append(f"image {image['RepoTags']}")
-        names += [f"network {one['Name']}" for one in self.api.networks() if one["Name"] not in ("host", "none")]
-        return names
+        return names + [f"image {one['RepoTags']}" for one in self.api.images(filters={"label": [label]})]
+
+    def containers(self, state_dir: Path) -> list[dict[str, Any]]:
+        """The containers of that service, the stopped ones included."""
+        label = f"penstock.instance={(state_dir / 'instance').read_text()}"
+        found: list[dict[str, Any]] = self.api.containers(all=True, filters={"label": [label]})
+        return found
 
 
 _engine: Engine | None = None

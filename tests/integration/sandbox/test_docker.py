@@ -71,7 +71,7 @@ async def backend(folder: Path, reach: str = "direct", **options: Any) -> AsyncI
         yield opened
     finally:
         await opened.aclose()
-    assert engine.remains() == []
+    assert engine.remains(chosen.state_dir) == []
 
 
 async def create(opened: DockerBackend, **spec: Any) -> SandboxHandle:
@@ -163,7 +163,7 @@ async def test_no_secret_and_no_host_setting_is_in_what_the_daemon_tells(tmp_pat
         handle = await create(opened, env={"KEY": secret})
         assert await run(handle, "printenv", "KEY", env={"KEY": secret}) == (0, f"{secret}\n")
         api = dockerd.engine().api
-        found = api.containers(filters={"label": ["penstock.sandbox"]})
+        found = dockerd.engine().containers(tmp_path / "docker")
         assert len(found) == (2 if reach == "sidecar" else 1)
         for one in found:
             told = api.inspect_container(one["Id"])
@@ -182,7 +182,7 @@ async def test_limits_are_those_of_the_container_and_the_swap_is_none(tmp_path: 
     """R55"""
     async with backend(tmp_path) as opened:
         await create(opened, resources=Resources(cpu=0.5, memory_bytes=96 << 20, pids=50))
-        (one,) = dockerd.engine().api.containers(filters={"label": ["penstock.sandbox"]})
+        (one,) = dockerd.engine().containers(tmp_path / "docker")
         host = dockerd.engine().api.inspect_container(one["Id"])["HostConfig"]
         assert (host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (96 << 20, 96 << 20, 50)
         assert host["NanoCpus"] == 500_000_000
@@ -212,7 +212,7 @@ async def test_a_broken_pipe_to_a_sidecar_loses_neither_a_process_nor_a_byte(tmp
         )
         for _ in range(2):
             # The first pipe is the container's own, the next one a command's.
-            assert await asyncio.to_thread(_kill_carriers) == 1
+            assert await asyncio.to_thread(_kill_carriers, tmp_path / "docker") == 1
             assert (await handle.stat("/tmp")).name == "tmp"
         async with handle.open_write(f"{handle.workdir}/go", 0o644) as writer:
             await writer.commit()
@@ -222,15 +222,17 @@ async def test_a_broken_pipe_to_a_sidecar_loses_neither_a_process_nor_a_byte(tmp
         assert ended is not None and ended.code == 0 and sink.text == b"one\ntwo\n"
 
 
-def _kill_carriers() -> int:
-    """Kill what carries links in the engine's sidecars; answers how many those were."""
+def _kill_carriers(state_dir: Path) -> int:
+    """Kill what carries links in the sidecars of a service; answers how many those were."""
     killed = 0
+    ours = [one["Id"] for one in dockerd.engine().containers(state_dir)]
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             arguments = (folder / "cmdline").read_bytes().split(b"\0")
+            groups = (folder / "cgroup").read_text()
         except OSError:
             continue
-        if arguments[:3] == [b"python3", b"/opt/penstock/attendant", b"attach"]:
+        if any(one in groups for one in ours) and arguments[:3] == [b"python3", b"/opt/penstock/attendant", b"attach"]:
             os.kill(int(folder.name), signal.SIGKILL)
             killed += 1
     return killed
@@ -305,8 +307,8 @@ async def test_toolboxes_are_copied_once_to_a_daemon_that_does_not_see_our_files
             assert await run(handle, "tool") == (0, "from the toolbox\n")
             assert await run(handle, "link") == (0, "from the toolbox\n")
             assert (await run(handle, "sh", "-c", ": > /opt/penstock/toolboxes/tools/new"))[0] != 0
-        volumes = dockerd.engine().api.volumes(filters={"label": ["penstock.instance"]})["Volumes"]
-        assert len(volumes) == 1
+        remains = dockerd.engine().remains(tmp_path / "docker")
+        assert len([one for one in remains if one.startswith("volume")]) == 1
 
 
 @pytest.mark.parametrize("reach", REACHES)
