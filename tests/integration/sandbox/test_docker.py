@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -197,6 +199,41 @@ async def test_a_read_only_root_is_one_and_then_nothing_can_be_kept(tmp_path: Pa
         assert (await run(handle, "dd", "if=/dev/zero", "of=big", "bs=1M", "count=9"))[0] != 0
         with pytest.raises(FailedPrecondition):
             opened.refuse_unsupported(SandboxSpec(snapshot_id="any"))
+
+
+async def test_a_broken_pipe_to_a_sidecar_loses_neither_a_process_nor_a_byte(tmp_path: Path) -> None:
+    """R26: what carries the link may be killed; the attendant and all that it serves live on."""
+    async with backend(tmp_path, "sidecar") as opened:
+        handle = await create(opened)
+        sink = Collected()
+        script = "echo one; until [ -e go ]; do sleep 0.05; done; echo two"
+        process = await handle.start(
+            ["sh", "-c", script], handle.default_env, handle.workdir, sink, stdin=False, pty=None
+        )
+        for _ in range(2):
+            # The first pipe is the container's own, the next one a command's.
+            assert await asyncio.to_thread(_kill_carriers) == 1
+            assert (await handle.stat("/tmp")).name == "tmp"
+        async with handle.open_write(f"{handle.workdir}/go", 0o644) as writer:
+            await writer.commit()
+        ended = await sink.ended
+        await sink.closed_output.wait()
+        await process.aclose()
+        assert ended is not None and ended.code == 0 and sink.text == b"one\ntwo\n"
+
+
+def _kill_carriers() -> int:
+    """Kill what carries links in the engine's sidecars; answers how many those were."""
+    killed = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if arguments[:3] == [b"python3", b"/opt/penstock/attendant", b"attach"]:
+            os.kill(int(folder.name), signal.SIGKILL)
+            killed += 1
+    return killed
 
 
 # What it is made of --------------------------------------------------------------------------------------------------

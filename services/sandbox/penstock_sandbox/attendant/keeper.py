@@ -6,7 +6,7 @@ is a child subreaper. So the whole tree can be killed without control groups and
 Invariants
 - What became of the program's execution is told before its exit, which is told at most once; each order is answered.
 - It is forked ahead of its program where nobody inside may touch it: what waits holds nothing of the workload's yet.
-- It ends by itself when nothing of the tree is left, and kills the tree when its attendant ends.
+- When nothing of the tree is left it waits for the next program, or its end; it kills the tree when its attendant ends.
 - It is told apart from the tree: it runs as the attendant's user, not the workload's, and ignores no order.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import array
 import errno
 import fcntl
+import gc
 import os
 import resource
 import select
@@ -23,7 +24,7 @@ import socket
 import struct
 import termios
 import time
-from typing import Dict, List, NoReturn, Sequence, Set, Tuple
+from typing import Dict, List, NoReturn, Optional, Sequence, Set, Tuple
 
 from penstock_sandbox.attendant import frames, system
 
@@ -35,6 +36,7 @@ STATUS_LIMIT = 4096
 _ORDER_LIMIT = 4096
 _WHAT_LIMIT = 500
 _RECEIVE = 256 * 1024
+_AGAIN = b"again"
 _LENGTH = struct.Struct("!I")
 _NOT_EXECUTED = 127
 _RESET_SIGNALS = (
@@ -53,21 +55,29 @@ class Keeper:
     ``control`` carries orders and answers; ``status`` brings what stopped the program's execution, or just its end.
     """
 
-    def __init__(self, workload: system.Workload) -> None:
-        """Fork. Raises OSError when that is not possible."""
-        self.control, control_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, workload: system.Workload, control: Optional[socket.socket] = None) -> None:
+        """Fork; or, given the ``control`` of one whose tree is gone, have that one wait again.
+
+        Raises OSError when that is not possible.
+        """
+        control_end: Optional[socket.socket] = None
+        if control is None:
+            control, control_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.control = control
         self._feed, feed_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.status, told = os.pipe()
         try:
-            if os.fork() == 0:
+            if control_end is None:
+                rights = array.array("i", (feed_end.fileno(), told))
+                control.sendmsg([_AGAIN], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            elif os.fork() == 0:
                 _keep(control_end, feed_end, told, workload)
         except OSError:
-            self.control.close()
-            self._feed.close()
-            os.close(self.status)
+            self.discard()
             raise
         finally:
-            control_end.close()
+            if control_end is not None:
+                control_end.close()
             feed_end.close()
             os.close(told)
 
@@ -80,6 +90,12 @@ class Keeper:
         except OSError:
             return False
         return False  # it says something although nothing was asked, or it has ended
+
+    def discard(self) -> None:
+        """Let go of one that is not used: it ends."""
+        self.control.close()
+        self._feed.close()
+        os.close(self.status)
 
     def execute(
         self, argv: Sequence[str], env: Dict[str, str], cwd: str, descriptors: Tuple[int, int, int], terminal: bool
@@ -104,9 +120,10 @@ class _NotExecuted(Exception):
 def _keep(control: socket.socket, feed: socket.socket, told: int, workload: system.Workload) -> NoReturn:
     code = 71
     try:
+        gc.disable()
         close_others({0, 1, 2, control.fileno(), feed.fileno(), told, *workload.held})
         system.set_name("keeper")
-        _Keeping(control).run(feed, told, workload)
+        _Keeping(control, workload).run(feed, told)
         code = 0
     except OSError as error:
         _write(told, {"errno": error.errno or errno.EIO, "what": str(error)})
@@ -115,40 +132,50 @@ def _keep(control: socket.socket, feed: socket.socket, told: int, workload: syst
 
 
 class _Keeping:
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, workload: system.Workload) -> None:
         self._control = control
+        self._workload = workload
         self._first = 0
-        self._first_runs = True
+        self._first_runs = False
+        self._empty = False
 
-    def run(self, feed: socket.socket, told: int, workload: system.Workload) -> None:
+    def run(self, feed: socket.socket, told: int) -> None:
         system.become_subreaper()
         woken, wake = socket.socketpair()
         woken.setblocking(False)
         wake.setblocking(False)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._first = os.fork()
-        if self._first == 0:
-            _execute(feed, told, workload)
-        # Only the child holds it now: it ends when the program runs.
-        os.close(told)
-        feed.close()
-        for descriptor in workload.held:
-            os.close(descriptor)
+        self._start(feed, told)
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(woken, select.POLLIN)
-        while self._reap():
+        while True:
+            if not self._reap() and not self._empty:
+                self._empty = True
+                _tell(self._control, {"empty": True})
             for descriptor, _ in poll.poll():
                 if descriptor == woken.fileno():
-                    _empty(woken)
+                    _drain(woken)
+                    continue
+                order, descriptors = _receive_with_rights(self._control, _ORDER_LIMIT, 2)
+                if not order:
+                    self._kill_tree()
+                    return
+                if order == _AGAIN:
+                    self._start(socket.socket(fileno=descriptors[0]), descriptors[1])
                 else:
-                    order = self._control.recv(_ORDER_LIMIT)
-                    if not order:
-                        self._kill_tree()
-                        return
                     self._obey(frames.parse_message(order))
-        _tell(self._control, {"empty": True})
+
+    def _start(self, feed: socket.socket, told: int) -> None:
+        """Fork the child that waits for the program."""
+        self._first = os.fork()
+        if self._first == 0:
+            _execute(feed, told, self._workload)
+        # Only the child holds it now: it ends when the program runs.
+        os.close(told)
+        feed.close()
+        self._first_runs, self._empty = True, False
 
     def _obey(self, order: frames.Message) -> None:
         answer: frames.Message = {"answer": order["order"]}
@@ -231,6 +258,7 @@ def _execute(feed: socket.socket, told: int, workload: system.Workload) -> NoRet
         os.setsid()
         _prefer_for_oom()
         workload.approach()
+        _rehearse(feed)
         program, descriptors = _receive(feed)
         for standard, descriptor in enumerate(descriptors):
             # None of them is 0, 1 or 2: those were open all the time.
@@ -254,16 +282,28 @@ def _execute(feed: socket.socket, told: int, workload: system.Workload) -> NoRet
         os._exit(_NOT_EXECUTED)
 
 
+def _rehearse(feed: socket.socket) -> None:
+    """Touch what executing will touch, so that its pages are copied while nobody waits."""
+    try:
+        feed.recvmsg(1, socket.CMSG_LEN(1), socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        pass
+    array.array("i").frombytes(_LENGTH.pack(0))
+    frames.parse_message(frames.pack_message({"argv": ["sh"], "env": {"PATH": ""}, "cwd": "/", "terminal": False}))
+    os.dup2(0, 0)
+    os.getgroups()
+    os.chdir("/")
+    try:
+        os.execve(_find("true", "/nowhere:/usr/bin:/bin") + "/", ["true"], {"PATH": ""})
+    except (OSError, _NotExecuted):
+        pass  # no program is a directory
+
+
 def _receive(feed: socket.socket) -> Tuple[frames.Message, List[int]]:
     """Wait for the program; the end of the attendant ends the waiting."""
-    descriptors = array.array("i")
-    head, ancillary, _, _ = feed.recvmsg(
-        _LENGTH.size, socket.CMSG_LEN(3 * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC
-    )
+    head, descriptors = _receive_with_rights(feed, _LENGTH.size, 3)
     if len(head) < _LENGTH.size:
         os._exit(0)
-    for _, _, data in ancillary:
-        descriptors.frombytes(data)
     (length,) = _LENGTH.unpack(head)
     text = bytearray()
     while len(text) < length:
@@ -271,7 +311,15 @@ def _receive(feed: socket.socket) -> Tuple[frames.Message, List[int]]:
         if not part:
             os._exit(0)
         text += part
-    return frames.parse_message(bytes(text)), list(descriptors)
+    return frames.parse_message(bytes(text)), descriptors
+
+
+def _receive_with_rights(sock: socket.socket, limit: int, count: int) -> Tuple[bytes, List[int]]:
+    descriptors = array.array("i")
+    data, ancillary, _, _ = sock.recvmsg(limit, socket.CMSG_LEN(count * descriptors.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for _, _, rights in ancillary:
+        descriptors.frombytes(rights)
+    return data, list(descriptors)
 
 
 def _prefer_for_oom() -> None:
@@ -317,7 +365,7 @@ def close_others(kept: Set[int]) -> None:
                 continue  # the listing's own
 
 
-def _empty(woken: socket.socket) -> None:
+def _drain(woken: socket.socket) -> None:
     try:
         woken.recv(4096)
     except BlockingIOError:

@@ -272,6 +272,7 @@ def _put(given: argparse.Namespace) -> int:
 def _attach(given: argparse.Namespace) -> int:
     import threading
 
+    system.set_name("attach")
     sock = _connect(given.socket, connections.OUTPUT if given.output_only else connections.ATTACH)
     if given.output_only:
         threading.Thread(target=_leave_with_reader, daemon=True).start()

@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import array
+import collections
 import errno
 import fcntl
 import functools
@@ -18,7 +19,7 @@ import signal
 import socket
 import struct
 import termios
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Deque, Dict, List, Optional, Tuple
 
 from penstock_sandbox.attendant import frames, system
 from penstock_sandbox.attendant.keeper import STATUS_LIMIT, Keeper
@@ -26,6 +27,8 @@ from penstock_sandbox.attendant.loop import Loop, Sink, Source
 from penstock_sandbox.attendant.replies import Reply
 
 _CONTROL_LIMIT = 8192
+# The one that is used, while the next one comes: more is memory for nothing.
+_WAITING = 2
 
 
 class Streams:
@@ -42,27 +45,40 @@ class Streams:
 
 
 class Keepers:
-    """Keepers for processes to come. One waits, so that a start has no fork to wait for.
+    """Keepers for processes to come. One or two wait, so that a start has no fork to wait for.
 
     Only where the workload is another user: it could stop what waits, and with it the one who comes after it.
     """
 
     def __init__(self, workload: system.Workload) -> None:
         self._workload = workload
-        self._spare: Optional[Keeper] = None
+        self._waiting: Deque[Keeper] = collections.deque()
 
     def take(self) -> Keeper:
         """One to use. Raises OSError when there is none and none can be forked."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.alive():
-            return spare
+        while self._waiting:
+            keeper = self._waiting.popleft()
+            if keeper.alive():
+                return keeper
+            keeper.discard()  # the kernel may have killed it for memory
         return Keeper(self._workload)
 
+    def give_back(self, control: socket.socket) -> None:
+        """Take one whose tree is gone."""
+        if len(self._waiting) >= _WAITING or not self._workload.separate:
+            control.close()  # which ends it
+            return
+        try:
+            control.setblocking(True)
+            self._waiting.append(Keeper(self._workload, control))
+        except OSError:
+            return  # it was killed; refill forks another
+
     def refill(self) -> None:
-        """Have one wait again: after the answer, before the next question."""
-        if self._spare is None and self._workload.separate:
+        """Have one wait again."""
+        if not self._waiting and self._workload.separate:
             try:
-                self._spare = Keeper(self._workload)
+                self._waiting.append(Keeper(self._workload))
             except OSError:
                 return  # the next start finds out whether it is still so, and says it
 
@@ -133,7 +149,11 @@ class Process:
                     theirs.append(given)
                 standard = (theirs[0], theirs[1], theirs[2])
             keeper = self._keepers.take()
-            keeper.execute(request["argv"], request["env"], request["cwd"], standard, size is not None)
+            try:
+                keeper.execute(request["argv"], request["env"], request["cwd"], standard, size is not None)
+            except BaseException:
+                keeper.discard()
+                raise
         except BaseException:
             for descriptor in ours:
                 os.close(descriptor)
@@ -242,6 +262,7 @@ class Process:
                     reply.refuse(message["errno"], message["what"])
                 else:
                     reply.answer({})
+                self._part()
             elif "exit" in message:
                 # Its end was there to be read before its exit was told, but may not have been read yet.
                 self._executed()
@@ -249,6 +270,16 @@ class Process:
                     self._exited(message["exit"], message["cpu_s"], message["peak_bytes"])
             else:
                 self._empty = True
+                self._part()
+
+    def _part(self) -> None:
+        """Give the keeper back, once nothing of the tree is left and every order is answered."""
+        if self._empty and not self._orders and self._control is not None:
+            control, self._control = self._control, None
+            self._loop.forget(control.fileno())
+            self._keepers.give_back(control)
+            if self._on_over is not None:
+                self._on_over()
 
     def _keeper_ended(self) -> None:
         assert self._control is not None
@@ -304,7 +335,6 @@ class Process:
             self._exit_told = True
             self._unread.clear()
             self._say(frames.EVENT, 0, frames.pack_message(self._exit))
-            self._keepers.refill()
 
     # What the service orders -------------------------------------------------------------------------------------
 
@@ -346,6 +376,9 @@ class Process:
     def end(self) -> None:
         """Its keeper is to kill everything and end."""
         self.stop()
+        if self._status is not None:
+            self._close(self._status)
+            self._status = None
         if self._control is not None:
             self._loop.forget(self._control.fileno())
             self._control.close()

@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import socket
@@ -68,6 +69,9 @@ class Attendant:
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._loop.watch(woken.fileno(), lambda: self._children_ended(woken), None)
+        # What is here now stays: a collection would only make every fork copy it.
+        gc.collect()
+        gc.freeze()
         self._keepers.refill()
         while True:
             self._loop.run_once()

@@ -106,6 +106,9 @@ def sidecar(
         "entrypoint": list(argv),
         "command": [],
         "user": "0:0",
+        # Kept open when nobody is attached: its first process is the first end of the link.
+        "stdin_open": True,
+        "detach": True,
         "working_dir": "/",
         "labels": dict(labels),
         "healthcheck": {"test": ["NONE"]},

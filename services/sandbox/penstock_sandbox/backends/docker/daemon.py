@@ -186,6 +186,11 @@ class Daemon:
 
         return await self._call(work)
 
+    async def exit_code(self, execution: str) -> int | None:
+        """The exit code of a command; None while it runs."""
+        code = (await self._call(lambda: self._api.exec_inspect(execution))).get("ExitCode")
+        return code if isinstance(code, int) else None
+
     # Files of containers -----------------------------------------------------------------------------------------
 
     async def put(self, container: str, folder: str, archive: bytes | Iterable[bytes]) -> None:

@@ -17,15 +17,17 @@ from __future__ import annotations
 import abc
 import asyncio
 import os
+import shlex
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock_chassis.errors import Internal, Unavailable
 from penstock_sandbox.attendant import program
+from penstock_sandbox.attendant.main import NO_ATTENDANT
 from penstock_sandbox.backends.attended import launch
 from penstock_sandbox.backends.attended.pipe import Opener, Pipe, SandboxGone, unix_socket
 from penstock_sandbox.backends.docker import cgroups, confinement, container, hold
@@ -43,6 +45,8 @@ _EXECUTED_PAUSE_S = 0.005
 _PROGRAM = f"{OURS}/attendant"
 _FILTER = f"{OURS}/filter"
 _SOCKET = "/run/attendant/socket"
+_ENDED = "the-first-pipe-has-ended"
+_ATTACH = ("python3", _PROGRAM, "attach", "--socket", _SOCKET)
 
 SIDECAR_SUFFIX = "-sidecar"
 
@@ -222,13 +226,16 @@ class Sidecar(Reach):
             f"{opened}python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --user {started.user} --seccomp {_FILTER}"
         )
         serve += f" --home {started.image.account.home} --workdir {started.workdir}"
-        # The shell only so that the container lives on as its own first process: no text of a caller's is in it.
-        argv = ["/bin/sh", "-c", f"{serve} && exec {hold.PATH}"]
+        # The first process is the link's first pipe, which spares a command; then it says so, since the daemon keeps
+        # these pipes open for as long as it lives, and it keeps the container alive. No text of a caller's is in here.
+        attach = shlex.join(_ATTACH)
+        argv = ["/bin/sh", "-c", f"{serve} && {{ {attach}; echo {_ENDED} >&2; exec {hold.PATH}; }}"]
         labels = {**self._owner.labels("sidecar"), SANDBOX: started.sandbox_id}
         settings, host = container.sidecar(self._image, labels, started.id, argv, started.resources)
         reached = _Beside(self._daemon, self._wire, self._reaper, name)
         try:
             await self._daemon.create(name, settings, host)
+            await reached.attach()
             await self._daemon.start(name)
         except Refused as error:
             await asyncio.shield(asyncio.ensure_future(reached.close()))
@@ -245,13 +252,25 @@ class _Beside(Reached):
         self._wire = wire
         self._reaper = reaper
         self._name = name
+        self._first: _CommandPipe | None = None
         self.opener = self._open
 
+    async def attach(self) -> None:
+        """Take hold of the first process's pipes, before it is started."""
+        stack = AsyncExitStack()
+        self._first = _CommandPipe(
+            await stack.enter_async_context(self._wire.attached(self._name, _ENDED.encode())), stack
+        )
+
     async def _open(self) -> Pipe:
+        first, self._first = self._first, None
+        if first is not None:
+            return first
         stack = AsyncExitStack()
         try:
-            execution = await self._daemon.execute(self._name, ["python3", _PROGRAM, "attach", "--socket", _SOCKET])
-            return _CommandPipe(await stack.enter_async_context(self._wire.command(execution)), stack)
+            execution = await self._daemon.execute(self._name, _ATTACH)
+            pipes = await stack.enter_async_context(self._wire.command(execution))
+            return _CommandPipe(pipes, stack, lambda: self._daemon.exit_code(execution))
         except Missing as error:
             raise SandboxGone("SIDECAR_ENDED") from error
         except Refused as error:
@@ -267,15 +286,20 @@ class _Beside(Reached):
         return _figures(await self._daemon.stats(self._name))
 
     async def close(self) -> None:
+        if self._first is not None:
+            await self._first.aclose()
         await self._reaper.container(self._name)
 
 
 class _CommandPipe:
     """A pipe over a command's input and output; closing it ends its connection, and with that the command."""
 
-    def __init__(self, pipes: CommandPipes, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, pipes: CommandPipes, stack: AsyncExitStack, code: Callable[[], Awaitable[int | None]] | None = None
+    ) -> None:
         self._pipes = pipes
         self._stack = stack
+        self._code = code
 
     async def send(self, data: bytes) -> None:
         await self._pipes.write(data)
@@ -283,6 +307,8 @@ class _CommandPipe:
     async def received(self) -> AsyncIterator[bytes]:
         async for data in self._pipes.output():
             yield data
+        if self._code is not None and await self._code() == NO_ATTENDANT:
+            raise SandboxGone("ATTENDANT_ENDED")
         if self._pipes.errors:
             raise OSError(self._pipes.errors.decode(errors="replace").strip())
 

@@ -31,6 +31,7 @@ _CONNECT_S = 10.0
 _ERROR_BYTES = 16 * 1024
 _FRAME = struct.Struct(">BxxxI")
 _STDERR = 2
+_UPGRADE = {"Connection": "Upgrade", "Upgrade": "tcp"}
 _STDERR_KEPT = 4096
 _LOCAL = "unix:///var/run/docker.sock"
 
@@ -110,17 +111,27 @@ class Wire:
     async def command(self, execution: str) -> AsyncIterator[CommandPipes]:
         """Start a prepared command and hold its pipes; they are cut when the context is left."""
         body = json.dumps({"Detach": False, "Tty": False}).encode()
-        upgrade = {"Connection": "Upgrade", "Upgrade": "tcp"}
-        async with self._request("POST", f"/exec/{execution}/start", {}, upgrade, body) as (reader, writer, _):
+        async with self._request("POST", f"/exec/{execution}/start", {}, _UPGRADE, body) as (reader, writer, _):
             yield CommandPipes(reader, writer)
+
+    @asynccontextmanager
+    async def attached(self, container: str, last: bytes) -> AsyncIterator[CommandPipes]:
+        """Hold the pipes of a container's first process, which need not have been started.
+
+        They are over when it writes ``last`` to standard error.
+        """
+        query = dict.fromkeys(("stream", "stdin", "stdout", "stderr"), "1")
+        async with self._request("POST", f"/containers/{container}/attach", query, _UPGRADE) as (reader, writer, _):
+            yield CommandPipes(reader, writer, last)
 
 
 class CommandPipes:
-    """The three pipes of a command in a container, on one connection."""
+    """The three pipes of a command in a container, on one connection; ``last`` on standard error ends them."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, last: bytes = b"") -> None:
         self._reader = reader
         self._writer = writer
+        self._last = last
         self.errors = b""
         """The last of what it wrote to standard error."""
 
@@ -141,6 +152,8 @@ class CommandPipes:
                     left -= len(data)
                     if stream == _STDERR:
                         self.errors = (self.errors + data)[-_STDERR_KEPT:]
+                        if self._last and self._last in self.errors:
+                            return
                     else:
                         yield data
             except (OSError, EOFError):
