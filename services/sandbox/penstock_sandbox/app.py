@@ -17,7 +17,6 @@ from pathlib import Path
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.journal import Journal
 from penstock_sandbox.backends.base import ENTRY_POINTS, Backend
-from penstock_sandbox.backends.docker.backend import DockerBackend, DockerOptions
 from penstock_sandbox.backends.local import runtimes
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.installer import Installer
@@ -53,26 +52,6 @@ def local_backend(settings: SandboxSettings) -> Backend:
             extra_read_only=settings.extra_read_only,
             allow_open_network=settings.allow_open_network,
             staged=dict(runtimes.mountable()),
-        )
-    )
-
-
-def docker_backend(settings: SandboxSettings) -> Backend:
-    """The Docker backend as the settings want it."""
-    return DockerBackend(
-        DockerOptions(
-            state_dir=settings.state_dir / "docker",
-            host=settings.docker_host,
-            image=settings.docker_image,
-            allowed_images=settings.docker_allowed_images,
-            reach=settings.docker_reach,
-            sidecar_image=settings.docker_sidecar_image,
-            runtime=settings.docker_runtime,
-            read_only=settings.docker_read_only,
-            pull_timeout_s=settings.image_pull_timeout_s,
-            may_pull=settings.default_backend == DockerBackend.name,
-            tmp_bytes=settings.tmp_bytes,
-            allow_open_network=settings.allow_open_network,
         )
     )
 

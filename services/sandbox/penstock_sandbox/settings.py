@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from penstock_chassis.settings import ServiceSettings
+from penstock_sandbox.backends.docker.settings import DockerSettings
 
 
-class SandboxSettings(ServiceSettings):
+class SandboxSettings(DockerSettings, ServiceSettings):
     """Read from flags, ``PENSTOCK_SANDBOX_...`` and the file's ``[sandbox]`` table, like every service's."""
 
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_SANDBOX_")
@@ -49,31 +49,6 @@ class SandboxSettings(ServiceSettings):
     extra_read_only: tuple[Path, ...] = Field(
         (), description="further host paths that every sandbox sees, read-only, at the same place"
     )
-
-    docker_host: str = Field(
-        "", description="where the Docker daemon listens (unix, tcp or ssh URL); empty = as DOCKER_HOST says"
-    )
-    docker_image: str = Field(
-        "python:3.13-slim-bookworm", description="image of Docker sandboxes whose spec names none"
-    )
-    docker_allowed_images: tuple[str, ...] = Field(
-        ("*",), description="patterns (with * and ?) of the images that a spec may name"
-    )
-    docker_reach: Literal["auto", "direct", "sidecar"] = Field(
-        "auto",
-        description="how this service gets into Docker sandboxes: direct = it enters their namespaces (root on the "
-        "daemon's machine), sidecar = a container beside each; auto = direct where that works",
-    )
-    docker_sidecar_image: str = Field(
-        "python:3.13-slim-bookworm", description="image with python3 that sidecars are made from"
-    )
-    docker_runtime: str = Field("", description="runtime of Docker sandboxes, such as runsc; empty = the daemon's")
-    docker_read_only: bool = Field(
-        False,
-        description="give Docker sandboxes a read-only root, with home, working directory and /tmp in bounded memory: "
-        "no forks and no diffs then",
-    )
-    image_pull_timeout_s: float = Field(600.0, gt=0, description="seconds that pulling an image may take")
 
     @field_validator("extra_read_only")
     @classmethod

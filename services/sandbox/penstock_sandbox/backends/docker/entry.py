@@ -1,0 +1,27 @@
+"""The backend as the service finds it, by its entry point."""
+
+from __future__ import annotations
+
+from penstock_sandbox.backends.base import Backend
+from penstock_sandbox.backends.docker.backend import DockerBackend, DockerOptions
+from penstock_sandbox.settings import SandboxSettings
+
+
+def docker_backend(settings: SandboxSettings) -> Backend:
+    """The Docker backend as the settings want it."""
+    return DockerBackend(
+        DockerOptions(
+            state_dir=settings.state_dir / "docker",
+            host=settings.docker_host,
+            image=settings.docker_image,
+            allowed_images=settings.docker_allowed_images,
+            reach=settings.docker_reach,
+            sidecar_image=settings.docker_sidecar_image,
+            runtime=settings.docker_runtime,
+            read_only=settings.docker_read_only,
+            pull_timeout_s=settings.image_pull_timeout_s,
+            may_pull=settings.default_backend == DockerBackend.name,
+            tmp_bytes=settings.tmp_bytes,
+            allow_open_network=settings.allow_open_network,
+        )
+    )
