@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from penstock_codec import TokenizerFiles
 
@@ -217,7 +217,9 @@ def export(params: Params, config: ModelConfig, files: TokenizerFiles, directory
     """Write a model directory that the inference service, or any Hugging Face loader, reads."""
     files.write(directory)
     (directory / "config.json").write_text(json.dumps(config.to_hf(files.stop_token_ids[0]), indent=2) + "\n")
-    save_file({name: np.asarray(value) for name, value in params.items()}, directory / "model.safetensors")
+    tensors = {name: np.asarray(value) for name, value in params.items()}
+    # Not save_file, whose files only their owner can read: a service may run as another user.
+    (directory / "model.safetensors").write_bytes(save(tensors))
 
 
 def use_compilation_cache(directory: Path) -> None:
