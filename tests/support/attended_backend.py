@@ -57,7 +57,8 @@ class AttendedBackend(Backend):
         self._toolboxes.mkdir(parents=True, exist_ok=True)
         self._folder.chmod(0o711)
         await self._local.open()
-        self.capabilities = self._local.capabilities
+        # Its handles are the attendant's, which freeze nothing.
+        self.capabilities = dataclasses.replace(self._local.capabilities, pause=False, live_fork=False)
         self.unavailable_reason = self._local.unavailable_reason
         self._program = launch.write_program(self._folder)
         (self._folder / "calls").write_bytes(seccomp.program() or b"")

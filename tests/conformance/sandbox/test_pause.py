@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from tests.conformance.sandbox.conftest import Box, MakeBox, failure
+from tests.conformance.sandbox.needs import needs
 from tests.conformance.sandbox.services import Running
 
 from penstock.sandbox.v1 import file_service_pb2 as fs
@@ -45,6 +46,7 @@ async def refused(box: Box) -> None:
     assert await box.out("echo on") == "on"
 
 
+@needs("pause")
 async def test_what_runs_stands_still_while_paused_and_goes_on_afterwards(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
@@ -75,6 +77,7 @@ async def test_what_runs_stands_still_while_paused_and_goes_on_afterwards(
     assert {pid: _cpu_ticks(pid) for pid in standing} == frozen
 
 
+@needs("pause")
 async def test_work_in_a_paused_sandbox_is_refused_by_name_and_what_it_wrote_is_readable(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
@@ -111,6 +114,7 @@ async def test_work_in_a_paused_sandbox_is_refused_by_name_and_what_it_wrote_is_
     assert (await box.finish("p"))[0] == b"before\nafter\n"
 
 
+@needs("pause")
 async def test_a_process_of_a_paused_sandbox_can_be_killed_and_the_others_stay_frozen(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
@@ -131,6 +135,7 @@ async def test_a_process_of_a_paused_sandbox_can_be_killed_and_the_others_stay_f
     assert "4910" not in left and "4911" not in left and "4912" not in left and "4913" in left
 
 
+@needs("pause")
 async def test_a_paused_sandbox_is_deleted_and_ends_with_its_lease(
     service: Running, capabilities: sb.Capabilities, make_box: MakeBox
 ) -> None:
@@ -183,6 +188,7 @@ async def refused_fork(box: Box) -> None:
     assert error.metadata["capabilities"] == "live_fork"
 
 
+@needs("pause")
 async def test_forks_of_a_live_sandbox_have_its_files_and_share_nothing_more(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
@@ -222,6 +228,7 @@ async def test_forks_of_a_live_sandbox_have_its_files_and_share_nothing_more(
     await delete(first, second)
 
 
+@needs("pause")
 async def test_a_live_forks_deletions_and_replaced_directories_are_the_sources(
     service: Running, make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
@@ -249,6 +256,7 @@ async def test_a_live_forks_deletions_and_replaced_directories_are_the_sources(
     await delete(grandchild)
 
 
+@needs("pause")
 async def test_a_live_fork_is_idempotent_and_its_copy_goes_with_the_last_child(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
@@ -279,6 +287,7 @@ async def test_a_live_fork_is_idempotent_and_its_copy_goes_with_the_last_child(
     await _until_gone(box.service, before)
 
 
+@needs("pause")
 async def test_a_paused_sandbox_can_be_forked_and_stays_paused(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:
@@ -295,6 +304,7 @@ async def test_a_paused_sandbox_can_be_forked_and_stays_paused(
     await delete(child)
 
 
+@needs("pause")
 async def test_a_live_child_that_is_refused_fails_the_call_and_one_that_fails_fails_alone(
     make_box: MakeBox, capabilities: sb.Capabilities
 ) -> None:

@@ -56,6 +56,9 @@ async def boot(folder: Path, program: str, arguments: Sequence[str], environment
         argv += [part for name in _CAPABILITIES for part in ("--cap-add", f"CAP_{name}")]
     else:
         argv += ["--unshare-user", "--uid", "0", "--gid", "0", "--cap-add", "ALL"]
+    # First of all: the interpreter of these tests may itself be below /tmp.
+    argv += ["--proc", "/proc", "--dev", "/dev", "--size", str(1 << 30), "--tmpfs", "/tmp", "--chmod", "1777", "/tmp"]
+    argv += ["--size", str(1 << 26), "--tmpfs", "/dev/shm", "--chmod", "1777", "/dev/shm"]
     # Before what is bound below them: what bubblewrap makes by itself is closed to ordinary users.
     parents = {parent for path in _prefixes() for parent in path.parents if parent != Path("/")}
     for path in sorted({*parents, *map(Path, ("/etc", "/home", "/opt", "/root", "/var/tmp", "/var"))}):
@@ -71,8 +74,6 @@ async def boot(folder: Path, program: str, arguments: Sequence[str], environment
         descriptor = os.open(folder / name, os.O_RDONLY)
         copies.append(descriptor)
         argv += ["--perms", "0644", "--file", str(descriptor), f"/etc/{name}"]
-    argv += ["--proc", "/proc", "--dev", "/dev", "--size", str(1 << 30), "--tmpfs", "/tmp", "--chmod", "1777", "/tmp"]
-    argv += ["--size", str(1 << 26), "--tmpfs", "/dev/shm", "--chmod", "1777", "/dev/shm"]
     argv += ["--bind", str(run), "/run", "--ro-bind", str(_HERE), "/opt/stand-in", "--chdir", "/"]
     argv += ["--setenv", "PATH", f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"]
     argv += ["--setenv", "HOME", "/root"]
