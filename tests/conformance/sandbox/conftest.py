@@ -24,7 +24,7 @@ from penstock_chassis.errors import PenstockError
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every test that uses a service is run on each of them, or on those that `--backend` names."""
     if "service" in metafunc.fixturenames:
-        names = metafunc.config.getoption("--backend") or list(SERVICES)
+        names = metafunc.config.getoption("--backend") or [name for name in SERVICES if not SERVICES[name].on_demand]
         unknown = [name for name in names if name not in SERVICES]
         if unknown:
             raise pytest.UsageError(f"--backend: there is no {', '.join(unknown)}; there are {', '.join(SERVICES)}")
@@ -46,7 +46,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     """What no service runs, so that nobody takes it for passed."""
-    return [
+    asked = config.getoption("--backend")
+    idle = [] if asked else [(name, variant.on_demand) for name, variant in SERVICES.items() if variant.on_demand]
+    return [f"not run without --backend {name}: {why}" for name, why in idle] + [
         f"not run on {name}: {test} ({why})"
         for name in config.getoption("--backend") or SERVICES
         for test, why in SERVICES[name].left_out.items()

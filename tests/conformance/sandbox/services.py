@@ -47,6 +47,8 @@ class Variant:
     """Backends that are no part of the product: entry point name -> "module:callable" under the repository's root."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Tests that are not run on it, and why, told at the head of every run. Never what it should refuse (`needs`)."""
+    on_demand: str = ""
+    """Why it is run only when `--backend` names it; told at the head of every run."""
     surroundings: Callable[[], AbstractAsyncContextManager[Mapping[str, str]]] | None = None
     """What must run beside the service while it does, such as a stand-in; yields further environment variables."""
 
@@ -82,6 +84,7 @@ SERVICES: Mapping[str, Variant] = {
     "hf-hub": Variant(_HF, surroundings=_hf_jobs),
     "hf-sandbox": Variant(
         {**_HF, "PENSTOCK_SANDBOX_HF_CLIENT": "hf-sandbox", "PYTHONPATH": str(_ROOT / "tests/support/hf_jobs/hasten")},
+        on_demand="seconds for each sandbox and each request: an hour in all",
         left_out={
             "test_a_hundred_megabytes_go_in_and_come_out": "a request for every piece: minutes, and the call gives two",
             "test_fifty_sandboxes_at_once_all_work": "eight are made at a time, in seconds each: more than a minute",

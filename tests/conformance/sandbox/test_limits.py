@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
-from tests.conformance.sandbox.conftest import failure
+from tests.conformance.sandbox.conftest import claimed, failure
+from tests.conformance.sandbox.needs import narrowest
 from tests.conformance.sandbox.services import Running, start
 
 from penstock.sandbox.v1 import sandbox_pb2 as sb
@@ -29,7 +30,7 @@ async def small(service: Running) -> AsyncIterator[Running]:
 
 
 async def create(service: Running, team: str, timeout_s: float = 60.0) -> str:
-    spec = sb.SandboxSpec(labels={"team": team})
+    spec = sb.SandboxSpec(labels={"team": team}, network=narrowest(await claimed(service)))
     request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
     return (await service.sandboxes.CreateSandbox(request, timeout=timeout_s)).sandbox.sandbox_id
 
@@ -42,10 +43,9 @@ async def delete(service: Running, *sandbox_ids: str) -> None:
 async def test_a_create_waits_for_a_place_until_its_deadline_is_near(small: Running) -> None:
     """R51, R26, R41: refused in time to hear of it, with a delay."""
     held = [await create(small, "a"), await create(small, "a")]
-    began = time.monotonic()
+    # Before the deadline, not by it, which would be DEADLINE_EXCEEDED.
     error = await failure(create(small, "a", timeout_s=2.0))
     assert isinstance(error, ResourceExhausted) and error.reason == "OWNER_LIMIT" and error.retry_after_s
-    assert time.monotonic() - began < 2.0, "before the deadline, not by it"
     # One may wait; the queue is full then, and the other is told at once, though there would be time.
     both = [asyncio.ensure_future(create(small, "a")) for _ in range(2)]
     (refused,), (waiting,) = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
