@@ -14,6 +14,12 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 __all__ = ["box", "capabilities", "make_box", "service"]
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """On sandboxes of this kernel, by a service that is root and by one that is not."""
+    if "service" in metafunc.fixturenames:
+        metafunc.parametrize("service", ["local", "local-ordinary-user"], indirect=True, scope="session")
+
+
 async def test_a_process_has_no_capability_and_gains_none(box: Box) -> None:
     """R13, R47"""
     status = await box.out("grep -E '^(Cap|NoNewPrivs|Seccomp:)' /proc/self/status")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -114,7 +115,7 @@ async def test_an_agent_that_a_client_registers_runs_like_a_built_in_one(
     assert not ended.outcome.HasField("failure"), ended.outcome
     assert not ended.outcome.HasField("reward")
     assert ended.agent_spec_sha256 == echo.spec_sha256
-    assert b'"words": 4,\n' in ended.outcome.agent_exit.stderr_tail
+    assert json.loads(ended.outcome.agent_exit.stderr_tail)["words"] == 4
     request = rollout_service_pb2.WatchRolloutRequest(rollout_id=ended.rollout_id)
     told = [message.event.agent_event async for message in rollouts.WatchRollout(request)]
     assert [dict(event.data) for event in told if event.kind] == [{"text": "hello there"}]
