@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, PenstockError
@@ -52,7 +52,7 @@ class Forks:
         count: int,
         asked: SandboxSpec,
         wait_s: float | None = None,
-    ) -> AsyncIterator[Child]:
+    ) -> AsyncGenerator[Child, None]:
         """Make ``count`` sandboxes, each answered as it is ready, or with its own failure.
 
         ``origin`` is the spec of the sandbox that was sealed; ``asked`` gives lease, labels, network and additional
@@ -60,14 +60,15 @@ class Forks:
         """
         self._bases.hold(snapshot_id)
         try:
-            async for child in self._children(request_id, snapshot_id, origin, count, asked, wait_s):
-                yield child
+            async with aclosing(self._children(request_id, snapshot_id, origin, count, asked, wait_s)) as children:
+                async for child in children:
+                    yield child
         finally:
             self._bases.release(snapshot_id)
 
     async def of_sandbox(
         self, request_id: str, sandbox_id: str, count: int, asked: SandboxSpec, wait_s: float | None = None
-    ) -> AsyncIterator[Child]:
+    ) -> AsyncGenerator[Child, None]:
         """As ``of_snapshot``, from a live sandbox, whose processes stand still while its files are copied.
 
         Raises NotFound (SANDBOX_UNKNOWN), FailedPrecondition (CAPABILITY_MISSING, SANDBOX_LOST, SANDBOX_NOT_READY),
@@ -75,12 +76,13 @@ class Forks:
         """
         with self._copy(request_id, sandbox_id) as copy:
             layer_id = await asyncio.shield(copy.made)
-            async for child in self._children(request_id, layer_id, copy.spec, count, asked, wait_s):
-                yield child
+            async with aclosing(self._children(request_id, layer_id, copy.spec, count, asked, wait_s)) as children:
+                async for child in children:
+                    yield child
 
     async def _children(
         self, request_id: str, layer_id: str, origin: SandboxSpec, count: int, asked: SandboxSpec, wait_s: float | None
-    ) -> AsyncIterator[Child]:
+    ) -> AsyncGenerator[Child, None]:
         spec = dataclasses.replace(
             origin,
             image="",

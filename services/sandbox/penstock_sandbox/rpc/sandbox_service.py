@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, cast
 
 import grpc
@@ -125,14 +126,15 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
             children = self._forks.of_snapshot(
                 request.request_id, request.snapshot_id, origin, request.count, asked, wait_s
             )
-        async for index, child in children:
-            if isinstance(child, PenstockError):
-                failure = pb.ForkSandboxesResponse.ForkFailure(
-                    reason=child.reason, message=child.message, retriable=child.retry_after_s is not None
-                )
-                yield pb.ForkSandboxesResponse(index=index, failure=failure)
-            else:
-                yield pb.ForkSandboxesResponse(index=index, sandbox=convert.sandbox_to(child))
+        async with aclosing(children):
+            async for index, child in children:
+                if isinstance(child, PenstockError):
+                    failure = pb.ForkSandboxesResponse.ForkFailure(
+                        reason=child.reason, message=child.message, retriable=child.retry_after_s is not None
+                    )
+                    yield pb.ForkSandboxesResponse(index=index, failure=failure)
+                else:
+                    yield pb.ForkSandboxesResponse(index=index, sandbox=convert.sandbox_to(child))
 
     async def SetNetworkPolicy(  # noqa: N802
         self, request: pb.SetNetworkPolicyRequest, context: Context
