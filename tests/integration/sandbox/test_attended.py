@@ -16,7 +16,7 @@ import pytest_asyncio
 from tests.support.attendants import Attended, Cuts, Heard, TwoWays, beside
 from tests.support.waiting import eventually
 
-from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PermissionDenied
 from penstock_sandbox.attendant import frames, program
 from penstock_sandbox.backends.attended.pipe import Armoured, Opener, Pipe, StreamPipe
 from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
@@ -54,6 +54,12 @@ async def write(sandbox: AttendedSandbox, path: str, content: bytes) -> None:
     async with sandbox.open_write(path, 0o644) as writer:
         for start in range(0, len(content), 256 * 1024):
             await writer.write(content[start : start + 256 * 1024])
+        await writer.commit()
+
+
+async def write_at_once(sandbox: AttendedSandbox, path: str, content: bytes) -> None:
+    async with sandbox.open_write(path, 0o644) as writer:
+        await writer.write(content)
         await writer.commit()
 
 
@@ -255,6 +261,23 @@ class _Run:
 
     async def aclose(self) -> None:
         return
+
+
+async def test_what_cannot_be_written_is_refused_however_much_of_it_there_is(local: LocalBackend, folder: str) -> None:
+    """R44: bytes that were sent ahead of a refusal are waited for by nobody."""
+    async with beside(local, Path(folder)) as one:
+        await one.sandbox.open()
+        for content in (b"", CONTENT):
+            with pytest.raises(PermissionDenied):
+                await write_at_once(one.sandbox, "/usr/file", content)
+        await one.out("mkdir taken")
+        with pytest.raises(FailedPrecondition):
+            await write_at_once(one.sandbox, "/workspace/taken", CONTENT)
+        with tempfile.TemporaryFile() as archive:
+            archive.write(CONTENT)
+            archive.flush()
+            with pytest.raises(InvalidArgument):
+                await one.sandbox.write_tree("/workspace/tree", archive.fileno())
 
 
 # Ends ----------------------------------------------------------------------------------------------------------------

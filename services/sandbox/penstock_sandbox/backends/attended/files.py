@@ -9,6 +9,7 @@ refuses is the error of the operation on that path.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -121,11 +122,15 @@ class Files:
         """Send the tar in the file ``archive``; it is unpacked when all of it is there."""
         stream = self._link.stream(window=0, credit=frames.BULK_WINDOW)
         try:
-            opened = self._link.ask("spool", stream=stream.number)
+            opened = _opening(self._link.ask("spool", stream=stream.number), stream)
             offset = 0
-            while data := await asyncio.to_thread(os.pread, archive, _CHUNK, offset):
-                await stream.write(data)
-                offset += len(data)
+            try:
+                while data := await asyncio.to_thread(os.pread, archive, _CHUNK, offset):
+                    await stream.write(data)
+                    offset += len(data)
+            except StreamReset as reset:
+                self._link.outcome(await opened)
+                raise Refused(reset.errno, os.strerror(reset.errno)) from reset
             unpacked = self._link.ask(
                 "write_tree",
                 path=path,
@@ -136,8 +141,8 @@ class Files:
             self._link.outcome(await opened)
             answer = self._checked(Unpacked, self._link.outcome(await unpacked))
             return answer.entries, answer.bytes
-        except (Refused, StreamReset) as refusal:
-            raise _refused(refusal, path) from refusal
+        except Refused as refusal:
+            raise file_error(refusal, path) from refusal
         except LinkLost as error:
             raise lost(error) from error
         finally:
@@ -194,7 +199,7 @@ class _Writer(FileWriter):
         self._mode = mode
         self._stream = link.stream(window=0, credit=frames.BULK_WINDOW)
         try:
-            self._opened = link.ask("open_write", path=path, stream=self._stream.number)
+            self._opened = _opening(link.ask("open_write", path=path, stream=self._stream.number), self._stream)
         except LinkLost as error:
             raise lost(error) from error
 
@@ -233,6 +238,17 @@ class _Writer(FileWriter):
 
     def close(self) -> None:
         self._stream.reset()
+
+
+def _opening(reply: asyncio.Future[frames.Message], stream: Stream) -> asyncio.Future[frames.Message]:
+    """Have a refusal to open end the stream that was sent ahead of the answer: nobody will take its bytes."""
+
+    def answered(done: asyncio.Future[frames.Message]) -> None:
+        if not done.cancelled() and done.exception() is None and "errno" in done.result():
+            stream.fail(StreamReset(errno.EBADF))
+
+    reply.add_done_callback(answered)
+    return reply
 
 
 def _refused(error: Refused | StreamReset, path: str) -> PenstockError:
