@@ -55,6 +55,9 @@ _CLASSES: Final[Mapping[grpc.StatusCode, type[PenstockError]]] = MappingProxyTyp
     | {grpc.StatusCode.OUT_OF_RANGE: errors.InvalidArgument, grpc.StatusCode.UNKNOWN: errors.Internal}
 )
 
+_SEND_FAILED: Final = "Internal error from Core"
+"""grpc.aio's words (seen in 1.85) for a stream that the peer ended while a request of it was being sent."""
+
 _MAX_MESSAGE = 1024
 _MAX_TEXT = 256
 _MAX_METADATA = 16
@@ -128,8 +131,13 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PenstockError:
 
     A status that carries no details of ours (the transport's own, a proxy's) gets the code's name as its reason, with
     `TRANSPORT_` before it.
+
+    grpc.aio forgets the peer's status when a send meets the end of its stream; that is `STREAM_BROKEN`, and the next
+    attempt hears why.
     """
     code = error.code()
+    if code is grpc.StatusCode.INTERNAL and error.details() == _SEND_FAILED:
+        return errors.Unavailable("The peer ended the stream while it was written to.", reason="STREAM_BROKEN")
     kind = _CLASSES.get(code, errors.Internal)
     message = error.details() or f"The call failed with {code.name}."
     reason = f"TRANSPORT_{code.name}"

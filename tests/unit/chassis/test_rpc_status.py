@@ -130,3 +130,11 @@ def test_a_reason_of_another_shape_is_refused_where_it_is_written(reason: str) -
 def test_a_delay_that_is_no_delay_is_refused(delay: float) -> None:
     with pytest.raises(ValueError, match="retry_after_s"):
         errors.Unavailable("x", reason="X", retry_after_s=delay)
+
+
+def test_a_stream_that_ended_while_it_was_written_to_may_be_tried_again() -> None:
+    """R3: grpc.aio forgot the peer's status; that is no fault of the peer's."""
+    error = AioRpcError(grpc.StatusCode.INTERNAL, Metadata(), Metadata(), details="Internal error from Core")
+    told = rpc_status.from_rpc_error(error)
+    assert isinstance(told, errors.Unavailable)
+    assert told.reason == "STREAM_BROKEN"

