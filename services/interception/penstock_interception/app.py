@@ -25,7 +25,7 @@ from penstock_interception.dispatch import DispatchLimits
 from penstock_interception.gate import Gate, GateLimits
 from penstock_interception.ingress.app import Ingress, IngressLimits
 from penstock_interception.ingress.chat import ChatCompletions
-from penstock_interception.ingress.dialect import DialectCodec
+from penstock_interception.ingress.dialect import Ask, DialectCodec, Route
 from penstock_interception.ingress.passthrough import Passthrough
 from penstock_interception.requests import ChatRequest
 from penstock_interception.rpc.frames import CallWriter
@@ -144,7 +144,7 @@ def _limits(settings: InterceptionSettings) -> GateLimits:
 
 
 def _parse(dialects: dict[Dialect, DialectCodec], dialect: Dialect, body: bytes) -> ChatRequest:
-    return dialects[dialect].parse(body)
+    return dialects[dialect].parse(body, Route(Ask.COMPLETION))
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import re2
 
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_codec import Codec
 from penstock_codec.chat import FinishReason, Message, Tool, ToolCallPart, Usage
 from penstock_interception.calls import Answerer, Call, Opening, Prompt
@@ -62,6 +62,12 @@ class Conversation:
             self.tools.setdefault(request.tools_sha256, request.tools)
         self._longest_body = max(self._longest_body, body_length)
         return plan
+
+    def count(self, request: ChatRequest, body_length: int) -> int:
+        """How many tokens the prompt of a request has, as `plan` would make it. Raises CodecError; TOKENIZER_ABSENT."""
+        if self._codec is None:
+            raise FailedPrecondition("The rollout's source has no tokenizer.", reason="TOKENIZER_ABSENT")
+        return int(self.plan(request, (), body_length).prompt_ids.size)
 
     def parse(self, plan: Plan, completion: Completion) -> ParsedAnswer | None:
         """What the completion's tokens say; None without tokens or without a tokenizer. CPU work."""

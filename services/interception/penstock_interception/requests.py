@@ -33,6 +33,8 @@ class ChatRequest:
     include_usage: bool = False
     normalisations: tuple[str, ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    # What the dialect needs once more when it writes the answer; small, for it waits with the call.
+    echo: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def tools_sha256(self) -> bytes:

@@ -162,6 +162,16 @@ class Turns:
             self._tasks.create_task(self._prepare_elsewhere(call, request))
         return call
 
+    async def count(self, rollout: Rollout, request: ChatRequest, body_length: int) -> int:
+        """How many tokens the prompt of a request would have; nothing is recorded.
+
+        Raises:
+            PenstockError, CodecError: as planning a call does.
+            FailedPrecondition: TOKENIZER_ABSENT, where the rollout's source tells no tokens.
+        """
+        conversation = self._conversations[rollout.id]
+        return await self.elsewhere(lambda: conversation.count(request, body_length))
+
     async def record(self, call: Call, completion: Completion, answerer: Answerer) -> Recorded:
         """For the gate: judges an answer and adds it to the graph."""
         conversation = self._conversations[call.rollout.id]

@@ -27,6 +27,7 @@ from penstock_interception.graph import (
     VersionSpan,
 )
 from penstock_interception.ingress.chat import ChatCompletions
+from penstock_interception.ingress.dialect import Ask, Route
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEXTS = ["You are a shell agent. Read the note, then write the file. List the files, please.\n"] * 4
@@ -51,7 +52,8 @@ def over_chat_completions(messages: Sequence[Message]) -> Sequence[Message]:
         for result in message.tool_results:
             item["tool_call_id"] = result.call_id
         written.append(item)
-    return ChatCompletions().parse(json.dumps({"model": "m", "messages": written}).encode()).messages
+    body = json.dumps({"model": "m", "messages": written}).encode()
+    return ChatCompletions().parse(body, Route(Ask.COMPLETION)).messages
 
 
 DIALECTS: Mapping[str, Dialect] = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock_codec.chat import ImagePart, ReasoningPart, Role, TextPart, ToolChoiceMode
 from penstock_interception.ingress.chat import ChatCompletions
-from penstock_interception.ingress.dialect import BadRequest
+from penstock_interception.ingress.dialect import Ask, BadRequest, Route
 from penstock_interception.requests import ChatRequest
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
@@ -19,7 +19,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "bash", "parame
 
 
 def parse(**body: Any) -> ChatRequest:
-    return ChatCompletions().parse(orjson.dumps({"messages": USER, **body}))
+    return ChatCompletions().parse(orjson.dumps({"messages": USER, **body}), Route(Ask.COMPLETION))
 
 
 JSON = st.recursive(
@@ -70,7 +70,7 @@ def test_arbitrary_json_is_a_bad_request_or_a_request(body: dict[str, Any], mess
 
 def _parses_or_is_refused(body: bytes) -> None:
     try:
-        request = ChatCompletions().parse(body)
+        request = ChatCompletions().parse(body, Route(Ask.COMPLETION))
     except BadRequest as error:
         assert error.message
     else:
@@ -165,4 +165,4 @@ def test_tool_choice_and_thinking_reach_the_request() -> None:
 def test_deep_nesting_is_refused_not_crashed_on() -> None:
     """R80: 3,000 nested arrays are a bad request."""
     with pytest.raises(BadRequest):
-        ChatCompletions().parse(b'{"messages": ' + b"[" * 3000 + b"]" * 3000 + b"}")
+        ChatCompletions().parse(b'{"messages": ' + b"[" * 3000 + b"]" * 3000 + b"}", Route(Ask.COMPLETION))

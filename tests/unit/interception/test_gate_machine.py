@@ -31,6 +31,7 @@ from penstock_interception.dispatch import DispatchLimits
 from penstock_interception.gate import GateLimits
 from penstock_interception.graph import LogprobsMode
 from penstock_interception.ingress.chat import ChatCompletions
+from penstock_interception.ingress.dialect import Ask, Route
 from penstock_interception.ports import Accepted
 from penstock_interception.sessions import Credits, Selector, Session, View
 from penstock_interception.sources.registry import Sources
@@ -115,7 +116,7 @@ class Machine(RuleBasedStateMachine):
             sources,
             self.tasks,
             self.pool,
-            parse=lambda _, body: dialect.parse(body),
+            parse=lambda _, body: dialect.parse(body, Route(Ask.COMPLETION)),
             limits=LIMITS,
             clock=self.clock,
             closed_kept=1,
@@ -179,7 +180,7 @@ class Machine(RuleBasedStateMachine):
         if rollout is None or rollout.state is RolloutState.CLOSED:
             return
         body = orjson.dumps({"messages": [{"role": "user", "content": question}]})
-        request = ChatCompletions().parse(body)
+        request = ChatCompletions().parse(body, Route(Ask.COMPLETION))
         self.serial += 1
         digest = hashlib.sha256(body).digest()
         arrival = Arrival(Dialect.CHAT_COMPLETIONS, body, digest, f"k{self.serial}", False, Sampling(), "m")

@@ -8,24 +8,27 @@ failure; after that a stream is opened and kept alive.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 from aiohttp import web
 
 from penstock_chassis.errors import PenstockError
+from penstock_codec import CodecError
 from penstock_interception.calls import Arrival, Call, CallState, Mode, Rollout
 from penstock_interception.ingress import outcomes
-from penstock_interception.ingress.dialect import BadRequest, DialectCodec, Problem
-from penstock_interception.ingress.joining import Identity, identify, same_call
+from penstock_interception.ingress.dialect import Ask, BadRequest, DialectCodec, Problem, Route
+from penstock_interception.ingress.joining import identify, same_call
 from penstock_interception.ingress.passthrough import Passthrough
 from penstock_interception.requests import ChatRequest
 from penstock_interception.sampling import merged
 from penstock_interception.turns import Turns
 
 _log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 MAX_SESSION_HEADER = 256
 # About 2 ms of parsing; what is larger is read in a thread.
@@ -59,7 +62,6 @@ class Ingress:
     ) -> None:
         self._turns = turns
         self._dialects = tuple(dialects)
-        self._by_path = {dialect.completion_path: dialect for dialect in self._dialects}
         self._passthrough = passthrough
         self._limits = limits or IngressLimits()
 
@@ -76,16 +78,24 @@ class Ingress:
 
     async def _rollout(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"]
-        dialect = self._by_path.get(path) or self._nearest(path)
+        nearest = self._nearest(path)
         rollout = self._turns.gate.authorise(request.match_info["rollout_id"], _credential(request))
         if rollout is None:
-            return _problem(dialect, outcomes.UNAUTHORISED)
+            return _problem(nearest, outcomes.UNAUTHORISED)
+        dialect, route = nearest, None
         try:
-            return await self._serve(request, rollout, dialect, path)
+            if rollout.opening.mode is Mode.BLACK_BOX:
+                return await self._passthrough.forward(request, rollout, path)
+            dialect, route = self._route(request, rollout, path) or (nearest, None)
+            if route is None:
+                return _problem(dialect, outcomes.UNKNOWN_ROUTE)
+            return await self._serve(request, rollout, dialect, route)
         except BadRequest as error:
             return _problem(dialect, outcomes.of_bad_request(error))
         except PenstockError as error:
             return _problem(dialect, outcomes.of_refusal(error))
+        except CodecError as error:
+            return _problem(dialect, outcomes.of_conversation(error))
         except web.HTTPRequestEntityTooLarge:
             return _problem(dialect, outcomes.TOO_LARGE)
         except (ConnectionError, asyncio.CancelledError):
@@ -94,32 +104,46 @@ class Ingress:
             _log.exception("a request failed", rollout_id=rollout.id)
             return _problem(dialect, outcomes.INTERNAL)
 
-    async def _serve(
-        self, request: web.Request, rollout: Rollout, dialect: DialectCodec, path: str
-    ) -> web.StreamResponse:
+    def _route(self, request: web.Request, rollout: Rollout, path: str) -> tuple[DialectCodec, Route] | None:
+        """The first dialect that the rollout's agent may speak and whose request this is."""
         spoken = rollout.opening.dialects
-        if rollout.opening.mode is Mode.BLACK_BOX:
-            return await self._passthrough.forward(request, rollout, path)
-        if spoken and dialect.dialect not in spoken:
-            return _problem(dialect, outcomes.UNKNOWN_ROUTE)
-        if request.method == "GET" and path in ("/v1/models", f"/v1/models/{_model_name(rollout)}"):
-            return web.Response(body=dialect.models(_model_name(rollout)), content_type=_JSON)
-        if path != dialect.completion_path:
-            return _problem(dialect, outcomes.UNKNOWN_ROUTE)
+        for dialect in self._dialects:
+            if not spoken or dialect.dialect in spoken:
+                route = dialect.route(request.method, path, request.query, request.headers)
+                if route is not None:
+                    return dialect, route
+        return None
+
+    async def _serve(
+        self, request: web.Request, rollout: Rollout, dialect: DialectCodec, route: Route
+    ) -> web.StreamResponse:
+        name = _model_name(rollout)
+        if route.ask is Ask.MODELS:
+            return web.Response(body=dialect.models(name), content_type=_JSON)
+        if route.ask is Ask.MODEL:
+            if route.model != name:
+                return _problem(dialect, outcomes.UNKNOWN_ROUTE)
+            return web.Response(body=dialect.model(name), content_type=_JSON)
         if request.method != "POST":
             return _problem(dialect, Problem(405, "method_not_allowed", "Use POST."))
         body = await request.read()
-        return await self._complete(request, rollout, dialect, body)
+        if route.ask is Ask.COUNT:
+            parsed = await self._read(body, lambda: dialect.parse(body, route))
+            count = await self._turns.count(rollout, parsed, len(body))
+            return web.Response(body=dialect.count(count), content_type=_JSON)
+        return await self._complete(request, rollout, dialect, route, body)
+
+    async def _read(self, body: bytes, work: Callable[[], T]) -> T:
+        """Reads a body here, or in a thread when it is a large one."""
+        return work() if len(body) <= INLINE_BODY_BYTES else await self._turns.elsewhere(work)
 
     async def _complete(
-        self, request: web.Request, rollout: Rollout, dialect: DialectCodec, body: bytes
+        self, request: web.Request, rollout: Rollout, dialect: DialectCodec, route: Route, body: bytes
     ) -> web.StreamResponse:
         headers = request.headers
-
-        def read() -> tuple[ChatRequest, Identity]:
-            return dialect.parse(body), identify(dialect.dialect, headers, body)
-
-        parsed, identity = read() if len(body) <= INLINE_BODY_BYTES else await self._turns.elsewhere(read)
+        parsed, identity = await self._read(
+            body, lambda: (dialect.parse(body, route), identify(dialect.dialect, headers, body))
+        )
         call = same_call(rollout, identity)
         if call is None:
             sampling = merged(parsed.sampling, rollout.opening.sampling_override)
@@ -189,7 +213,7 @@ class Ingress:
 
     def _nearest(self, path: str) -> DialectCodec:
         """The dialect whose way of saying no fits a path best."""
-        return self._dialects[0]
+        return next((dialect for dialect in self._dialects if dialect.owns(path)), self._dialects[0])
 
 
 def _credential(request: web.Request) -> str:

@@ -7,6 +7,7 @@ the stream has begun is a data event with an `error` object, which the SDKs rais
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -14,7 +15,7 @@ import orjson
 from penstock_codec.chat import FinishReason, Usage
 from penstock_interception.calls import Call, Dialect
 from penstock_interception.ingress.chat_body import parse_chat
-from penstock_interception.ingress.dialect import DialectCodec, Problem
+from penstock_interception.ingress.dialect import Ask, DialectCodec, Problem, Route
 from penstock_interception.requests import ChatRequest
 
 _FINISH = {
@@ -23,6 +24,7 @@ _FINISH = {
     FinishReason.TOOL_CALLS: "tool_calls",
     FinishReason.CONTENT_FILTER: "content_filter",
 }
+_MODEL = "/v1/models/"
 _TYPES = {401: "invalid_request_error", 403: "insufficient_quota", 429: "rate_limit_error"}
 
 
@@ -30,12 +32,23 @@ class ChatCompletions(DialectCodec):
     """The dialect. Stateless."""
 
     dialect = Dialect.CHAT_COMPLETIONS
-    completion_path = "/v1/chat/completions"
 
     def base_path(self, rollout_id: str) -> str:
         return f"/rollout/{rollout_id}/v1"
 
-    def parse(self, body: bytes) -> ChatRequest:
+    def owns(self, path: str) -> bool:
+        return path.startswith("/v1/")
+
+    def route(self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> Route | None:
+        if path == "/v1/chat/completions":
+            return Route(Ask.COMPLETION)
+        if method == "GET" and path == "/v1/models":
+            return Route(Ask.MODELS)
+        if method == "GET" and path.startswith(_MODEL):
+            return Route(Ask.MODEL, path.removeprefix(_MODEL))
+        return None
+
+    def parse(self, body: bytes, route: Route) -> ChatRequest:
         return parse_chat(body)
 
     def problem(self, problem: Problem) -> bytes:
@@ -95,6 +108,9 @@ class ChatCompletions(DialectCodec):
 
     def models(self, name: str) -> bytes:
         return orjson.dumps({"object": "list", "data": [_model(name)]})
+
+    def model(self, name: str) -> bytes:
+        return orjson.dumps(_model(name))
 
 
 def _model(name: str) -> dict[str, Any]:

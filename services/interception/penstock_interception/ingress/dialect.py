@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from penstock_interception.calls import Call, Dialect
 from penstock_interception.requests import ChatRequest
@@ -31,20 +33,48 @@ class Problem:
     retry_after_s: float | None = None
 
 
+class Ask(Enum):
+    """What a request wants."""
+
+    COMPLETION = auto()
+    COUNT = auto()
+    MODELS = auto()
+    MODEL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a request's line says before its body is read. `model` and `stream` are set where the path has them."""
+
+    ask: Ask
+    model: str = ""
+    stream: bool | None = None
+
+
 class DialectCodec(ABC):
-    """One dialect."""
+    """One dialect. Stateless, so that any thread may read and write with it."""
 
     dialect: Dialect
-    # Paths below /rollout/{id} of what asks for a completion.
-    completion_path: str
 
     @abstractmethod
     def base_path(self, rollout_id: str) -> str:
         """What an SDK wants behind "http://host:port"."""
 
     @abstractmethod
-    def parse(self, body: bytes) -> ChatRequest:
-        """Reads a body. Raises BadRequest and nothing else, whatever the bytes."""
+    def owns(self, path: str) -> bool:
+        """Whether a path below /rollout/{id} is of this dialect's family: it says no to what nobody serves there."""
+
+    @abstractmethod
+    def route(self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> Route | None:
+        """What a request wants of this dialect; None when it is not this dialect's. `path` is below /rollout/{id}."""
+
+    @abstractmethod
+    def parse(self, body: bytes, route: Route) -> ChatRequest:
+        """Reads the body of a COMPLETION or COUNT. Raises BadRequest and nothing else, whatever the bytes.
+
+        A body that is read again after a restart comes with a route that only asks: what the line said is kept with
+        the call.
+        """
 
     @abstractmethod
     def problem(self, problem: Problem) -> bytes:
@@ -70,6 +100,14 @@ class DialectCodec(ABC):
     def stream_problem(self, problem: Problem) -> bytes:
         """The rest of a stream that fails after it has begun."""
 
+    def count(self, tokens: int) -> bytes:
+        """The answer to a COUNT, for dialects whose `route` says COUNT."""
+        raise TypeError(f"{self.dialect} counts no tokens")
+
     @abstractmethod
     def models(self, name: str) -> bytes:
         """The list of models, which is the one."""
+
+    @abstractmethod
+    def model(self, name: str) -> bytes:
+        """That one model by itself."""

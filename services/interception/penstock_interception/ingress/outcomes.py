@@ -7,6 +7,7 @@ that cannot change is none of those.
 from __future__ import annotations
 
 from penstock_chassis.errors import PenstockError
+from penstock_codec import CodecError
 from penstock_interception.calls import Call, CallState
 from penstock_interception.ingress.dialect import BadRequest, Problem
 
@@ -31,6 +32,11 @@ def of_bad_request(error: BadRequest) -> Problem:
     return Problem(400, error.code or "invalid_value", error.message, error.param)
 
 
+def of_conversation(error: CodecError) -> Problem:
+    """A conversation that the model's template cannot take."""
+    return Problem(400, error.reason.lower(), str(error), "messages")
+
+
 def of_refusal(error: PenstockError) -> Problem:
     """A call that was not admitted."""
     if error.reason == "BUDGET_EXHAUSTED":
@@ -38,6 +44,8 @@ def of_refusal(error: PenstockError) -> Problem:
         return Problem(403, "budget_exhausted", "The budget of this rollout is used up.")
     if error.reason == "CALL_LIMIT":
         return Problem(429, "too_many_calls", error.message, retry=True, retry_after_s=error.retry_after_s)
+    if error.reason == "TOKENIZER_ABSENT":
+        return UNKNOWN_ROUTE  # agents that count then estimate
     if error.reason == "DRAINING":
         return Problem(503, "unavailable", error.message, retry=True, retry_after_s=error.retry_after_s)
     return INTERNAL
