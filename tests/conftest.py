@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible() -> None:
-    """Programs that tests start can be interrupted, also where whoever started the tests ignores SIGINT (a shell's `&`)."""
+    """Programs that tests start can be interrupted, also where who started the tests ignores SIGINT (a shell's `&`)."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
