@@ -36,8 +36,8 @@ _OVERHEAD: Final = 256
 # The end of a line before one that starts with no space. The slash is out: some vocabularies (o200k's kind) take one
 # along behind a line's end.
 _LINE_END: Final = re.compile(r"\n(?=[^\s/])")
-# Lines that end as sentences and code do end a stretch, and long ones that end in no space: a stretch depends on its own
-# text, so that a change of another line leaves it as it is.
+# Lines that end as sentences and code do end a stretch, and long ones that end in no space: a stretch depends on its
+# own text, so that a change of another line leaves it as it is.
 _CUT_BEHIND: Final = frozenset(".:;,}>)]")
 _LONG_LINE: Final = 256
 # What may stand on both sides of a cut, by the classes that pre-tokenizers tell apart.

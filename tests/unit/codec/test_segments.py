@@ -27,7 +27,12 @@ O200K = (
 )
 
 
-def trained(pre_tokenizer: object, *, byte_level: bool = True, normalizer: object = None) -> Tokenizer:
+def trained(
+    pre_tokenizer: pre_tokenizers.PreTokenizer,
+    *,
+    byte_level: bool = True,
+    normalizer: normalizers.Normalizer | None = None,
+) -> Tokenizer:
     """A small BPE with many merges, so that a wrong cut shows."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=not byte_level))
     tokenizer.pre_tokenizer = pre_tokenizer
