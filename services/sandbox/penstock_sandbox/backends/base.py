@@ -296,6 +296,16 @@ class Backend(abc.ABC):
         ``open`` has done it.
         """
 
+    async def adopt_layers(self, known: Sequence[str]) -> frozenset[str]:
+        """Take over those layers of earlier instances of this service that the journal names and that are still there.
+
+        Answers which; every other one that carries this service's label is removed sooner or later, those of
+        this instance spared. Called once after ``open``, with ``known`` possibly empty, and again with a growing delay
+        while it raises, except for FailedPrecondition: nothing can be said in this run, and the journal keeps its rows.
+        Until it has returned no layer of an earlier instance may be removed. Default: none outlives its service.
+        """
+        return frozenset()
+
     @abc.abstractmethod
     async def has_layer(self, layer_id: str) -> bool:
         """Whether a sealed layer is there and whole."""

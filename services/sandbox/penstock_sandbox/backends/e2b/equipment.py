@@ -95,16 +95,30 @@ async def end_workload(sandbox: AsyncSandbox, sandbox_id: str) -> int:
 
     Raises FailedPrecondition (SEAL_FAILED), PenstockError, Gone or Denied.
     """
-    text = f"exec python3 -I -S -c {shlex.quote(_END)} {_socket(sandbox_id)}"
-    code, out = await run(sandbox, text, _QUICK_S, user="root")
+    code, out = await run(sandbox, _program(_END, _socket(sandbox_id)), _QUICK_S, user="root")
     for line in out.splitlines():
         if code == 0 and line.startswith("penstock:"):
             return int(line.removeprefix("penstock:"))
     raise FailedPrecondition(f"the sandbox's processes could not be ended (exit code {code})", reason="SEAL_FAILED")
 
 
-# Only the attendant is killed: each keeper then kills its tree, which none could once the keepers are dead.
-_END = """
+async def serves(sandbox: AsyncSandbox, sandbox_id: str) -> bool:
+    """Whether what served the sandbox of this id runs in this one. Raises PenstockError, Gone or Denied."""
+    code, out = await run(sandbox, _program(_LOOK, _socket(sandbox_id)), _QUICK_S, user="root")
+    return code != 0 or "penstock:0" not in out.split()
+
+
+async def used_bytes(sandbox: AsyncSandbox) -> int:
+    """Write all to disk; answers the bytes in use there. Raises PenstockError, Gone or Denied."""
+    _, out = await run(sandbox, _program(_SYNC), _QUICK_S, user="root")
+    return next((int(line.removeprefix("penstock:")) for line in out.splitlines() if line.startswith("penstock:")), 0)
+
+
+def _program(text: str, *arguments: str) -> str:
+    return " ".join(["exec python3 -I -S -c", shlex.quote(text), *arguments])
+
+
+_SERVING = """
 import os, signal, sys, time
 
 def serving():
@@ -120,7 +134,18 @@ def serving():
         if int(name) != os.getpid() and sys.argv[1].encode() in arguments and state != b"Z":
             found[int(name)] = int(parent)
     return found
-
+"""
+_SYNC = """
+import os
+os.sync()
+disk = os.statvfs("/")
+print("\\npenstock:%d" % ((disk.f_blocks - disk.f_bfree) * disk.f_frsize))
+"""
+_LOOK = _SERVING + """
+print("\\npenstock:%d" % len(serving()))
+"""
+# Only the attendant is killed: each keeper then kills its tree, which none could once the keepers are dead.
+_END = _SERVING + """
 deadline = time.monotonic() + 20
 found = serving()
 for pid, parent in found.items():
@@ -130,10 +155,7 @@ while serving():
     if time.monotonic() > deadline:
         sys.exit(1)
     time.sleep(0.01)
-os.sync()
-disk = os.statvfs("/")
-print("\\npenstock:%d" % ((disk.f_blocks - disk.f_bfree) * disk.f_frsize))
-"""
+""" + _SYNC
 
 
 async def _upload_toolboxes(sandbox: AsyncSandbox, toolboxes: Sequence[MountedToolbox]) -> None:
