@@ -37,6 +37,11 @@ class SandboxSettings(ServiceSettings):
     snapshot_cache_bytes: int = Field(
         20 * 1024**3, ge=0, description="bytes of snapshots to keep; the least recently used go first, none in use"
     )
+    keep_snapshots: bool = Field(
+        False,
+        description="leave snapshots where they outlive this service (docker, e2b) when it is stopped, for its next "
+        "start on the same state directory; one that was killed leaves them anyway",
+    )
     allowed_upstreams: tuple[str, ...] = Field(
         ("127.0.0.1:7780", "localhost:7780"),
         description="patterns (with * and ?) of host:port, tls:host:port or unix:/path that a sandbox's one endpoint "

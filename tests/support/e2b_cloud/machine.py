@@ -193,12 +193,12 @@ class Machine:
         """The host's ids of everything in its process namespace."""
         if not self.alive:
             return []
-        own = os.readlink(f"/proc/{self._first}/ns/pid")
+        own = Path(f"/proc/{self._first}/ns/pid").readlink()
         found = []
-        for name in filter(str.isdigit, os.listdir("/proc")):
+        for folder in Path("/proc").iterdir():
             try:
-                if os.readlink(f"/proc/{name}/ns/pid") == own:
-                    found.append(int(name))
+                if folder.name.isdigit() and (folder / "ns/pid").readlink() == own:
+                    found.append(int(folder.name))
             except OSError:
                 continue
         return found

@@ -237,6 +237,8 @@ class Backend(abc.ABC):
     unavailable_reason: str = "not opened yet"
     creates_at_once: int = 16
     """Most ``create`` calls in progress at once; more wait (R51)."""
+    layers_outlive: bool = False
+    """Whether sealed layers are there after this service's end; then ``adopt_layers`` is implemented."""
 
     @property
     def available(self) -> bool:
@@ -302,9 +304,9 @@ class Backend(abc.ABC):
         Answers which; every other one that carries this service's label is removed sooner or later, those of
         this instance spared. Called once after ``open``, with ``known`` possibly empty, and again with a growing delay
         while it raises, except for FailedPrecondition: nothing can be said in this run, and the journal keeps its rows.
-        Until it has returned no layer of an earlier instance may be removed. Default: none outlives its service.
+        Until it has returned no layer of an earlier instance may be removed. Where ``layers_outlive`` is set.
         """
-        return frozenset()
+        raise NotImplementedError
 
     @abc.abstractmethod
     async def has_layer(self, layer_id: str) -> bool:

@@ -17,7 +17,7 @@ import asyncio
 import fnmatch
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -30,14 +30,14 @@ from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.backends.docker import changes, container
 from penstock_sandbox.backends.docker.additions import USER
-from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
+from penstock_sandbox.backends.docker.daemon import Daemon, Json, Missing, Refused
 from penstock_sandbox.backends.docker.deaths import Deaths
 from penstock_sandbox.backends.docker.images import SYSTEM_PATH, WORKDIR, Images, ReadyImage
-from penstock_sandbox.backends.docker.layers import REPOSITORY, Layers
+from penstock_sandbox.backends.docker.layers import REPOSITORY, Layers, name_of
 from penstock_sandbox.backends.docker.look import look, reads, write_nonce
 from penstock_sandbox.backends.docker.mounts import Mounts, bind
 from penstock_sandbox.backends.docker.reach import SIDECAR_SUFFIX, Direct, Reach, Reached, Sidecar, Started
-from penstock_sandbox.backends.docker.reaper import SANDBOX, Owner, Reaper
+from penstock_sandbox.backends.docker.reaper import SANDBOX, SNAPSHOT, Owner, Reaper
 from penstock_sandbox.backends.docker.wire import Wire
 from penstock_sandbox.backends.refusals import Refused as RefusedInside
 from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, Resources, SandboxSpec
@@ -73,6 +73,7 @@ class DockerBackend(Backend):
     """See the module. What it keeps on disk is under ``options.state_dir``."""
 
     name = "docker"
+    layers_outlive = True
 
     def __init__(self, options: DockerOptions) -> None:
         self._options = options
@@ -372,7 +373,7 @@ class DockerBackend(Backend):
             if box.seal_as:
                 # Dead before it is committed: nothing can be half written.
                 await self._daemon.kill(box.container)
-                labels = {**self._owner.labels("snapshot"), SANDBOX: ""}
+                labels = {**self._owner.labels(SNAPSHOT), SANDBOX: ""}
                 made = await self._daemon.commit(box.container, REPOSITORY, box.seal_as, labels)
                 box.sealed = self._images.described(await self._daemon.image(made))
         finally:
@@ -413,9 +414,22 @@ class DockerBackend(Backend):
         self._layers.add(layer_id, box.sealed, box.layers)
         return SealedLayer(layer_id, max(0, box.sealed.size - box.image.size))
 
+    async def adopt_layers(self, known: Sequence[str]) -> frozenset[str]:
+        if not self.available:
+            raise FailedPrecondition(self.unavailable_reason, reason="BACKEND_UNAVAILABLE")
+        there = {}
+        for layer_id in known:
+            with suppress(Missing):
+                there[layer_id] = self._images.described(await self._daemon.image(name_of(layer_id)))
+        for layer_id, image in there.items():
+            # What it was made on needs no hold: an image keeps what is below it.
+            self._layers.add(layer_id, image, ())
+        self._reaper.snapshots = frozenset(map(name_of, there))
+        return frozenset(there)
+
     async def has_layer(self, layer_id: str) -> bool:
         # A daemon's images are swept by others too.
-        return layer_id in self._layers and await self._images.there(f"{REPOSITORY}:{layer_id}")
+        return layer_id in self._layers and await self._images.there(name_of(layer_id))
 
     async def remove_layer(self, layer_id: str) -> None:
         self._layers.remove(layer_id)

@@ -71,6 +71,7 @@ class E2BBackend(Backend):
     """See the module."""
 
     name = "e2b"
+    layers_outlive = True
 
     def __init__(self, options: E2BOptions) -> None:
         self._options = options

@@ -110,9 +110,7 @@ class Cloud:
         from e2b import AsyncSandbox
 
         # Strict: one whose guest does not answer would be kept, but could not be resumed as it was.
-        await self._repeated(
-            "pause", lambda: AsyncSandbox.pause(e2b_id, mode="full", strict=True, **self._options)
-        )
+        await self._repeated("pause", lambda: AsyncSandbox.pause(e2b_id, mode="full", strict=True, **self._options))
 
     async def connect(self, e2b_id: str, timeout_s: float) -> AsyncSandbox:
         """Reach a sandbox, resumed if it was paused; E2B ends it so many seconds from now, or later."""

@@ -141,11 +141,16 @@ os.sync()
 disk = os.statvfs("/")
 print("\\npenstock:%d" % ((disk.f_blocks - disk.f_bfree) * disk.f_frsize))
 """
-_LOOK = _SERVING + """
+_LOOK = (
+    _SERVING
+    + """
 print("\\npenstock:%d" % len(serving()))
 """
+)
 # Only the attendant is killed: each keeper then kills its tree, which none could once the keepers are dead.
-_END = _SERVING + """
+_END = (
+    _SERVING
+    + """
 deadline = time.monotonic() + 20
 found = serving()
 for pid, parent in found.items():
@@ -155,7 +160,9 @@ while serving():
     if time.monotonic() > deadline:
         sys.exit(1)
     time.sleep(0.01)
-""" + _SYNC
+"""
+    + _SYNC
+)
 
 
 async def _upload_toolboxes(sandbox: AsyncSandbox, toolboxes: Sequence[MountedToolbox]) -> None:

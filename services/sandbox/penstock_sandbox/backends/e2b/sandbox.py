@@ -3,8 +3,8 @@
 Invariants
 - The internet is closed at E2B before a narrower policy counts as applied; a renewed lease moves E2B's own deadline
   before it is told as renewed.
-- A paused sandbox is one that E2B has stopped, memory kept, and its link opens no pipe; only to signal or kill a process
-  and to be copied is it awake for a moment. A pause or resume that nobody waits for any more is taken back.
+- A paused sandbox is one that E2B has stopped, memory kept, and its link opens no pipe; only to signal or kill a
+  process and to be copied is it awake for a moment. A pause or resume that nobody waits for any more is taken back.
 """
 
 from __future__ import annotations
