@@ -90,11 +90,12 @@ class Layers:
         self._snapshots.pop(layer_id, None)
 
     async def adopt(self, known: Sequence[str]) -> frozenset[str]:
-        """Count those of ``known`` that E2B still has, and answer which; from now on ``sweep`` removes the rest."""
+        """Count those of ``known`` that E2B still has, answer which, and remove the rest."""
         for snapshot_id, layer_id in (await self._cloud.our_snapshots()).items():
             if layer_id in known:
                 self._snapshots.setdefault(layer_id, snapshot_id)
         self._adopted = True
+        await self.sweep()
         return frozenset(known) & self._snapshots.keys()
 
     async def sweep(self) -> None:
