@@ -292,6 +292,8 @@ async def test_the_workload_can_neither_end_nor_read_nor_change_what_serves_it(w
     async with box_of(service) as box:
         assert await box.out("id -un") == "user"
         assert await box.out("grep NoNewPrivs /proc/self/status") == "NoNewPrivs:\t1"
+        held = await box.out("sed -n 's/^Cap.*\\t//p' /proc/self/status")
+        assert set(held.split()) == {"0" * 16}, "none, and none to be gained"
         find = "for p in /proc/[0-9]*; do grep -qa attendant/program.py $p/cmdline && echo ${p#/proc/}; done"
         serving = (await box.out(find)).split()
         assert serving
@@ -436,6 +438,24 @@ async def test_snapshots_of_a_service_that_stopped_do_not_stay_and_those_that_it
                 assert await box.out("cat ~/mark") == "prepared"
             assert len(await cloud.snapshots()) == (1 if keep == "true" else 0)
             assert await cloud.sandboxes() == []
+
+
+async def test_a_snapshot_that_e2b_lost_is_told_and_prepared_again(world: World) -> None:
+    """R26: what is cached is believed no longer than it is there."""
+    cloud, service = world
+    setup = [command(shell=f"echo {secrets.token_hex(4)}")]
+    _, lost = await prepare(service, setup=setup)
+    (kept,) = [one for one in await cloud.snapshots() if lost.snapshot_id in str(one)]
+    async with cloud.http.delete(
+        f"{cloud.address}/templates/{kept['id']}", headers={"X-API-KEY": cloud.api_key}
+    ) as answer:
+        answer.raise_for_status()
+    request = ss.ForkSandboxesRequest(request_id=secrets.token_hex(8), snapshot_id=lost.snapshot_id, count=1)
+    (child,) = [event async for event in service.sandboxes.ForkSandboxes(request, timeout=60)]
+    assert child.failure.reason == "SNAPSHOT_LOST"
+    told, again = await prepare(service, setup=setup)
+    assert told and again.snapshot_id != lost.snapshot_id
+    await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=again.snapshot_id), timeout=30)
 
 
 async def test_a_creation_that_is_given_up_leaves_nothing_at_e2b(world: World) -> None:

@@ -50,7 +50,7 @@ def handler(wire: Callable[[], Wire]) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             wire().asked.append((self.path, dict(self.headers)))
-            status, headers, body = wire().routes.get(path, lambda _: (404, {}, {}))(dict(self.headers))
+            status, headers, body = wire().routes.get(path, _nothing)(dict(self.headers))
             text = orjson.dumps(body)
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(text))}.items():
@@ -61,12 +61,16 @@ def handler(wire: Callable[[], Wire]) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
+def _nothing(_: Mapping[str, str]) -> tuple[int, Mapping[str, str], Any]:
+    return 404, {}, {}
+
+
 def serve(routes: dict[str, Route], socket: Path | None = None) -> Wire:
     box: list[Wire] = []
     kind = handler(lambda: box[0])
     server: HTTPServer | ThreadingUnixStreamServer
     if socket is not None:
-        server = ThreadingUnixStreamServer(str(socket), kind)
+        server = ThreadingUnixStreamServer(str(socket), kind)  # type: ignore[arg-type, unused-ignore]
     else:
         server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
     box.append(Wire(server, routes))
