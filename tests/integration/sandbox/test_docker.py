@@ -254,6 +254,8 @@ async def test_an_image_needs_neither_python_nor_a_shell_of_ours(tmp_path: Path,
         await opened.seal(handle, "ss-tiny")
         child = await create(opened, snapshot_id="ss-tiny")
         assert await run(child, "cat", "kept") == (0, "kept\n")
+        # It goes with who stands on it.
+        await opened.remove_layer("ss-tiny")
 
 
 async def test_an_image_is_pulled_once_for_all_who_want_it(tmp_path: Path) -> None:
@@ -323,6 +325,7 @@ async def test_the_diff_holds_what_was_changed_whatever_its_name_and_mode(tmp_pa
         handle = await create(opened, snapshot_id="ss-base")
         assert (await run(handle, "sh", "-c", script)) == (0, "")
         pieces = [piece async for piece in handle.diff()]
+        await opened.remove_layer("ss-base")
     names, deleted = await asyncio.to_thread(_read_tar, pieces)
     wanted = {"new", "new/deep", "new/deep/file", "a b", "a b/c", "empty", "hard", "link"}
     assert {f"workspace/{name}" for name in wanted} <= names

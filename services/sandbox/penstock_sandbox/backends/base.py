@@ -254,7 +254,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """End every sandbox and release everything."""
+        """End every sandbox and release everything; layers that outlive the service stay unless they were removed."""
 
     @abc.abstractmethod
     async def create(
