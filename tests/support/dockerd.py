@@ -227,3 +227,10 @@ def settings(reach: str) -> dict[str, str]:
 async def running() -> AsyncIterator[Mapping[str, str]]:
     """The session's engine beside a service, as its settings name it."""
     yield {"PENSTOCK_SANDBOX_DOCKER_HOST": (await asyncio.to_thread(engine)).host}
+
+
+def build(name: str, *lines: str) -> None:
+    """An image of the session's engine from the lines of a Dockerfile, which needs no other file and no network."""
+    text = "\n".join(lines).encode()
+    for said in engine().api.build(fileobj=io.BytesIO(text), tag=name, rm=True, forcerm=True, decode=True):
+        assert "error" not in said, said["error"]

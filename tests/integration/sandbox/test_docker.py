@@ -9,87 +9,21 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support import dockerd
+from tests.support.docker_backend import REACHES, Collected, backend, create, diff, run
 from tests.support.registry import registry
 
 from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError
-from penstock_sandbox.backends.base import MountedToolbox, ProcessSink, RawExit, SandboxHandle, StartFailed
-from penstock_sandbox.backends.docker.backend import DockerBackend, DockerOptions
-from penstock_sandbox.model import ForkKind, NetworkKind, Resources, SandboxSpec, Stream
+from penstock_sandbox.backends.base import MountedToolbox, StartFailed
+from penstock_sandbox.backends.docker.backend import DockerBackend
+from penstock_sandbox.backends.docker.options import DockerOptions
+from penstock_sandbox.model import ForkKind, NetworkKind, Resources, SandboxSpec
 
 pytestmark = pytest.mark.asyncio
-
-REACHES = ("direct", "sidecar")
-
-
-class Collected(ProcessSink):
-    """What a process wrote, and its end."""
-
-    def __init__(self) -> None:
-        self.text = b""
-        self.ended: asyncio.Future[RawExit | None] = asyncio.get_running_loop().create_future()
-        self.closed_output = asyncio.Event()
-
-    def output(self, stream: Stream, data: bytes) -> None:
-        self.text += data
-
-    def closed(self, stream: Stream) -> None:
-        if stream is Stream.STDOUT:
-            self.closed_output.set()
-
-    def exited(self, exit: RawExit) -> None:  # noqa: A002
-        self.ended.set_result(exit)
-
-    def lost(self) -> None:
-        self.closed_output.set()
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-
-@asynccontextmanager
-async def backend(folder: Path, reach: str = "direct", **options: Any) -> AsyncIterator[DockerBackend]:
-    """An opened backend on the session's engine."""
-    engine = await asyncio.to_thread(dockerd.engine)
-    chosen = DockerOptions(
-        state_dir=folder / "docker",
-        image=dockerd.BASE,
-        sidecar_image=dockerd.BASE,
-        host=engine.host,
-        reach=reach,
-        tmp_bytes=64 << 20,
-    )
-    opened = DockerBackend(replace(chosen, **options))
-    await opened.open()
-    try:
-        yield opened
-    finally:
-        await opened.aclose()
-    assert engine.remains() == []
-
-
-async def create(opened: DockerBackend, **spec: Any) -> SandboxHandle:
-    """A sandbox."""
-    toolboxes: Sequence[MountedToolbox] = spec.pop("toolboxes", ())
-    return await opened.create(f"sb-{secrets.token_hex(16)}", SandboxSpec(**spec), toolboxes, lambda _: None)
-
-
-async def run(handle: SandboxHandle, *argv: str, env: dict[str, str] | None = None) -> tuple[int | None, str]:
-    """A command's exit code and what it wrote."""
-    sink = Collected()
-    process = await handle.start(
-        argv, {**handle.default_env, **(env or {})}, handle.workdir, sink, stdin=False, pty=None
-    )
-    ended = await sink.ended
-    await sink.closed_output.wait()
-    await process.aclose()
-    return ended.code if ended is not None else None, sink.text.decode()
 
 
 async def failure(awaitable: Any) -> PenstockError:
@@ -322,22 +256,11 @@ async def test_the_diff_holds_what_was_changed_whatever_its_name_and_mode(tmp_pa
         await opened.seal(base, "ss-base")
         handle = await create(opened, snapshot_id="ss-base")
         assert (await run(handle, "sh", "-c", script)) == (0, "")
-        pieces = [piece async for piece in handle.diff()]
-    names, deleted = await asyncio.to_thread(_read_tar, pieces)
+        names, deleted = await diff(handle)
     wanted = {"new", "new/deep", "new/deep/file", "a b", "a b/c", "empty", "hard", "link"}
-    assert {f"workspace/{name}" for name in wanted} <= names
-    assert names - {f"workspace/{name}" for name in wanted} <= {"workspace/gone"}
+    assert {f"workspace/{name}" for name in wanted} <= set(names)
+    assert set(names) - {f"workspace/{name}" for name in wanted} <= {"workspace/gone"}
     assert deleted in (["/workspace/gone"], ["/workspace/gone/x"])
-
-
-def _read_tar(pieces: list[bytes | list[str]]) -> tuple[set[str], list[str]]:
-    import io
-    import tarfile
-
-    *chunks, deleted = pieces
-    assert isinstance(deleted, list)
-    with tarfile.open(fileobj=io.BytesIO(b"".join(chunk for chunk in chunks if isinstance(chunk, bytes)))) as archive:
-        return {member.name for member in archive}, deleted
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -363,7 +286,8 @@ async def test_a_missing_sdk_is_told_with_what_to_install(tmp_path: Path) -> Non
 import asyncio, sys
 sys.modules["docker"] = None
 from pathlib import Path
-from penstock_sandbox.backends.docker.backend import DockerBackend, DockerOptions
+from penstock_sandbox.backends.docker.backend import DockerBackend
+from penstock_sandbox.backends.docker.options import DockerOptions
 opened = DockerBackend(DockerOptions(state_dir=Path({str(tmp_path)!r}), image="any", sidecar_image="any"))
 asyncio.run(opened.open())
 print(opened.unavailable_reason)

@@ -32,8 +32,10 @@ from penstock_sandbox.backends.attended import launch
 from penstock_sandbox.backends.attended.pipe import Opener, Pipe, SandboxGone, unix_socket
 from penstock_sandbox.backends.docker import cgroups, confinement, container, hold
 from penstock_sandbox.backends.docker.daemon import Daemon, Missing, Refused
-from penstock_sandbox.backends.docker.images import OURS, Images, ReadyImage
+from penstock_sandbox.backends.docker.images import Images
 from penstock_sandbox.backends.docker.nursery import Nursery
+from penstock_sandbox.backends.docker.places import OURS
+from penstock_sandbox.backends.docker.prepared import ReadyImage
 from penstock_sandbox.backends.docker.reaper import SANDBOX, Owner, Reaper
 from penstock_sandbox.backends.docker.wire import CommandPipes, Wire
 from penstock_sandbox.backends.local.cgroups import Group
@@ -64,7 +66,6 @@ class Started:
     id: str
     pid: int
     image: ReadyImage
-    workdir: str
     resources: Resources
     writable: bool
 
@@ -225,7 +226,7 @@ class Sidecar(Reach):
         serve = (
             f"{opened}python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --user {started.user} --seccomp {_FILTER}"
         )
-        serve += f" --home {started.image.account.home} --workdir {started.workdir}"
+        serve += f" --home {started.image.account.home} --workdir {started.image.workdir}"
         # The first process is the link's first pipe, which spares a command; then it says so, since the daemon keeps
         # these pipes open for as long as it lives, and it keeps the container alive. No text of a caller's is in here.
         attach = shlex.join(_ATTACH)

@@ -1,0 +1,162 @@
+"""Images of others as sandboxes of the Docker backend: who may write where, as whom, and what stays with the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support import dockerd
+from tests.support.docker_backend import REACHES, backend, create, diff, run
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument
+from penstock_sandbox.backends.base import SandboxHandle
+
+pytestmark = pytest.mark.asyncio
+
+TASK = "penstock-test/task:1"
+"""As images of software engineering tasks are: a repository of root's in the directory that the image works in."""
+
+_PROGRAM = "def double(number):\\n    return number + number + 1\\n"
+_CHECK = "import program; assert program.double(4) == 8; print('passed')"
+_GIT = "git -c user.name=t -c user.email=t@t"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def task() -> Iterator[None]:
+    """The image; nothing else stands on it when it goes."""
+    dockerd.engine()
+    dockerd.build(
+        TASK,
+        f"FROM {dockerd.BASE}",
+        "ENV CONDA_DEFAULT_ENV=testbed",
+        "RUN echo 'coder:x:1234:1235::/home/coder:/bin/sh' >> /etc/passwd && mkdir -m 700 /home/coder"
+        " && chown 1234:1235 /home/coder && echo root > /etc/owned-by-root",
+        "WORKDIR /testbed",
+        f"RUN git init -q . && printf '{_PROGRAM}' > program.py && mkdir -p deep/er && echo one > deep/er/file"
+        " && ln deep/er/file hard && ln -s /etc/owned-by-root link && printf '#!/bin/sh\\nid -u\\n' > tool"
+        f" && chmod 4755 tool && echo mine > coders && git add . && {_GIT} commit -qm first && chown 1234:1235 coders",
+    )
+    yield
+    dockerd.engine().api.remove_image(TASK, force=True)
+
+
+async def _works(handle: SandboxHandle, user: str) -> None:
+    """Edits the repository, runs the program, and sees exactly that in the diff."""
+    assert (handle.workdir, handle.user) == ("/testbed", user)
+    assert await run(handle, "id", "-un") == (0, f"{user}\n")
+    assert await run(handle, "git", "status", "--porcelain") == (0, "")
+    assert (await run(handle, "python3", "-Bc", _CHECK))[0] == 1
+    assert (await run(handle, "sed", "-i", "s/ + 1$//", "program.py"))[0] == 0
+    assert await run(handle, "python3", "-Bc", _CHECK) == (0, "passed\n")
+    assert await run(handle, "git", "diff", "--name-only") == (0, "program.py\n")
+    async with handle.open_write("/testbed/deep/new", 0o644) as writer:
+        await writer.write(b"new\n")
+        await writer.commit()
+    assert (await run(handle, "rm", "hard"))[0] == 0
+    changed, deleted = await diff(handle)
+    fixed = _PROGRAM.replace("\\n", "\n").replace(" + 1\n", "\n").encode()
+    # Git writes its index when it looks.
+    found = {path: content for path, content in changed.items() if ".git" not in path and content is not None}
+    assert found == {"testbed/program.py": fixed, "testbed/deep/new": b"new\n"}
+    assert deleted == ["/testbed/hard"]
+
+
+@pytest.mark.parametrize("reach", REACHES)
+async def test_the_agent_edits_and_runs_a_repository_that_an_image_has_as_roots(tmp_path: Path, reach: str) -> None:
+    """R44, R45, R76: the image's own working directory is the agent's; the rest of the image is not."""
+    async with backend(tmp_path, reach) as opened:
+        handle = await create(opened, image=TASK)
+        assert handle.default_env["CONDA_DEFAULT_ENV"] == "testbed"
+        assert await run(handle, "sh", "-c", "find . ! -user agent") == (0, "")
+        assert await run(handle, "sh", "-c", "stat -c %h-%i hard deep/er/file | sort -u | wc -l") == (0, "1\n")
+        assert await run(handle, "stat", "-c", "%a", "tool") == (0, "755\n")
+        for kept in ("/etc/owned-by-root", "link", "/usr/bin/new"):
+            assert (await run(handle, "sh", "-c", f"echo x >> {kept}"))[0] != 0
+        assert await run(handle, "cat", "link") == (0, "root\n")
+        await _works(handle, "agent")
+
+
+async def test_what_is_handed_over_is_so_in_forks_and_made_once_for_an_image(tmp_path: Path) -> None:
+    """R45, R51: the layer is found by what it was made from, by a later start of the service too."""
+    async with backend(tmp_path) as opened:
+        first = await create(opened, image=TASK)
+        assert (await run(first, "sh", "-c", "echo x > ~/prepared"))[0] == 0
+        await opened.seal(first, "ss-task")
+        child = await create(opened, snapshot_id="ss-task")
+        assert child.workdir == "/testbed" and await run(child, "sh", "-c", "cat ~/prepared") == (0, "x\n")
+        await _works(child, "agent")
+    before = _prepared()
+    async with backend(tmp_path) as opened:
+        await asyncio.gather(*(create(opened, image=TASK) for _ in range(3)))
+        assert _prepared() == before
+
+
+@pytest.mark.parametrize("user", ["coder", "1234"])
+async def test_a_user_of_the_image_is_the_sandboxs_where_he_is_asked_for(tmp_path: Path, user: str) -> None:
+    """R45, R63: by name or by id, with his own home and group."""
+    async with backend(tmp_path) as opened:
+        handle = await create(opened, image=TASK, user=user)
+        assert handle.home == "/home/coder"
+        assert await run(handle, "id") == (0, "uid=1234(coder) gid=1235 groups=1235\n")
+        assert await run(handle, "sh", "-c", "echo x > ~/file; stat -c %u ~/file ../testbed coders") == (0, "1234\n" * 3)
+        await _works(handle, "coder")
+        await opened.seal(handle, "ss-user")
+        child = await create(opened, snapshot_id="ss-user", user=user)
+        assert await run(child, "id", "-un") == (0, "coder\n")
+        with pytest.raises(FailedPrecondition) as refused:
+            await create(opened, snapshot_id="ss-user", user="agent")
+        assert refused.value.reason == "CAPABILITY_MISSING"
+
+
+async def test_a_user_that_the_image_lacks_is_refused_by_the_field(tmp_path: Path) -> None:
+    """R63, R45: never another user in his place."""
+    async with backend(tmp_path) as opened:
+        with pytest.raises(InvalidArgument) as refused:
+            await create(opened, image=TASK, user="nobody-here")
+        assert refused.value.reason == "USER_UNKNOWN"
+        assert [problem.field for problem in refused.value.violations] == ["spec.user"]
+        for root in ("root", "0"):
+            with pytest.raises(FailedPrecondition) as forbidden:
+                await create(opened, image=TASK, user=root)
+            assert forbidden.value.reason == "CAPABILITY_MISSING"
+
+
+# What stays with the daemon -------------------------------------------------------------------------------------------
+
+
+def _prepared() -> set[str]:
+    """The names of the prepared images that the engine has."""
+    images = dockerd.engine().api.images(filters={"label": ["penstock.kind=prepared"]})
+    return {name for image in images for name in image["RepoTags"] or () if name != "<none>:<none>"}
+
+
+async def test_prepared_images_leave_when_there_are_too_many_and_never_under_a_sandbox(tmp_path: Path) -> None:
+    """R23, R50: a cache is bounded; what a sandbox or a snapshot stands on works on, and goes with it."""
+    later = [0.0]
+    async with backend(tmp_path, prepared_bytes=0) as opened:
+        cache = opened._prepared
+        cache._clock = lambda: __import__("time").time() + later[0]
+        used = await create(opened, image=TASK)
+        snapshot = await create(opened, image=TASK, user="coder")
+        await opened.seal(snapshot, "ss-kept")
+        later[0] = 3600.0
+        await cache.trim()
+        # The one that the sandbox is made of; what the snapshot stands on has lost its name.
+        assert len(_prepared()) == 1
+        child = await create(opened, snapshot_id="ss-kept")
+        assert await run(child, "id", "-un") == (0, "coder\n")
+        assert await run(used, "id", "-un") == (0, "agent\n")
+        await used.destroy()
+        await cache.trim()
+        assert _prepared() == set()
+        # It is made again for who wants it.
+        assert await run(await create(opened, image=TASK), "id", "-un") == (0, "agent\n")
+        later[0] = 7200.0
+    async with backend(tmp_path, prepared_bytes=0) as opened:
+        opened._prepared._clock = lambda: __import__("time").time() + later[0]
+        await opened._prepared.trim()
+        assert _prepared() == set()
+    layers = dockerd.engine().api.images(all=True, filters={"label": ["penstock.kind=prepared"]})
+    assert layers == []
