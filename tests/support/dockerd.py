@@ -29,6 +29,11 @@ BASE: Final = "penstock-test/debian:1"
 TINY: Final = "penstock-test/busybox:1"
 """One static program and its names: neither Python nor bash."""
 
+RUNTIME: Final = "runsc"
+"""A runtime of gVisor's name beside the engine's own: runc, which notes what it is asked in `Engine.runtime_log`."""
+ELSEWHERE: Final = "elsewhere"
+"""A runtime whose containers' processes are not this machine's, as with gVisor and Kata: what shows is another's."""
+
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "docker"
 _BASE_TAR = _CACHE / "debian-2.tar"
 _PACKAGES = "ca-certificates,git,procps,python3,python3-venv"
@@ -36,6 +41,12 @@ _NEEDED = ("dockerd", "containerd", "runc", "debootstrap", "busybox")
 _ADVICE = "apt-get install -y --no-install-recommends docker.io debootstrap busybox-static"
 _READY_S = 60.0
 _PASSWD = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+_ELSEWHERE = r"""
+for word in "$@"; do
+  [ "$before" = --bundle ] && sed -i 's#"/opt/penstock/hold"#"/bin/sleep","1000"#' "$word/config.json"
+  before=$word
+done
+"""
 _APPLETS = ("cat", "echo", "env", "id", "ls", "mkdir", "rm", "sh", "sleep", "touch", "true", "wc", "yes")
 
 
@@ -46,6 +57,12 @@ class Engine:
     folder: Path
     process: subprocess.Popen[bytes]
     api: Any
+
+    @property
+    def runtime_log(self) -> str:
+        """What RUNTIME was asked for, a line each."""
+        log = self.folder / f"{RUNTIME}.log"
+        return log.read_text() if log.exists() else ""
 
     @property
     def host(self) -> str:
@@ -108,6 +125,11 @@ def _start() -> Engine:
     argv = [_which("dockerd") or "dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")]
     argv += ["--pidfile", str(folder / "pid"), "-H", f"unix://{folder}/docker.sock"]
     argv += ["--bridge", "none", "--iptables=false", "--ip6tables=false"]
+    for name, body in ((RUNTIME, f'echo "$*" >> {folder}/{RUNTIME}.log'), (ELSEWHERE, _ELSEWHERE)):
+        program = folder / name
+        program.write_text(f'#!/bin/sh\n{body}\nexec runc "$@"\n')
+        program.chmod(0o755)
+        argv += ["--add-runtime", f"{name}={program}"]
     environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
     with log.open("wb") as output:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)

@@ -304,6 +304,31 @@ async def test_a_runtime_that_the_daemon_lacks_makes_the_backend_unavailable(tmp
         assert "imaginary" in opened.unavailable_reason
 
 
+@pytest.mark.parametrize("reach", REACHES)
+async def test_a_chosen_runtime_runs_the_sandboxes_and_nothing_else(tmp_path: Path, reach: str) -> None:
+    """R55: a runtime of gVisor's name that is runc in truth; what is proven is that it is asked for sandboxes alone."""
+    async with backend(tmp_path, reach, runtime=dockerd.RUNTIME) as opened:
+        assert opened.available, opened.unavailable_reason
+        handle = await create(opened)
+        assert await run(handle, "id", "-un") == (0, "agent\n")
+        api = dockerd.engine().api
+        for one in api.containers(filters={"label": ["penstock.sandbox"]}):
+            sandbox = not one["Names"][0].endswith("-sidecar")
+            assert (api.inspect_container(one["Id"])["HostConfig"]["Runtime"] == dockerd.RUNTIME) is sandbox
+            created = [line for line in dockerd.engine().runtime_log.splitlines() if one["Id"] in line.split()]
+            assert any("create" in line.split() for line in created) is sandbox
+
+
+@pytest.mark.parametrize("reach", REACHES)
+async def test_a_runtime_that_keeps_its_processes_elsewhere_is_refused(tmp_path: Path, reach: str) -> None:
+    """R55: entering what such a runtime shows of a container would run the agent outside of it."""
+    async with backend(tmp_path, reach, runtime=dockerd.ELSEWHERE) as opened:
+        assert "its runtime keeps its processes elsewhere" in opened.unavailable_reason
+        with pytest.raises(FailedPrecondition) as refused:
+            opened.refuse_unsupported(SandboxSpec())
+        assert refused.value.reason == "BACKEND_UNAVAILABLE"
+
+
 async def test_an_image_is_not_pulled_for_a_backend_that_nobody_chose(tmp_path: Path) -> None:
     """R54"""
     async with registry("x") as served, backend(tmp_path, image=served.image, may_pull=False) as opened:

@@ -46,6 +46,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
     attach.add_argument("--output-only", action="store_true", help="only hear: the other half is put")
     serve.add_argument("--user", type=_ids, help="UID:GID of the workload, as the sandbox numbers them")
     serve.add_argument("--enter", type=int, help="enter this process's namespaces first, and end with it")
+    serve.add_argument("--expect", default="", help="the program that this process must be running, else enter nothing")
     serve.add_argument("--cgroup", action="append", default=[], help="a cgroup.procs file that the workload joins")
     serve.add_argument("--seccomp", help="a file with a filter (BPF) for the workload's system calls")
     serve.add_argument("--confine", action="store_true", help="the workload may gain no privilege (implied by --enter)")
@@ -228,6 +229,8 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
     if given.enter is not None:
         confined = True
         life = system.Life(given.enter)
+        if given.expect:
+            _check_program(given.enter, given.expect)
         if root and given.user is not None:
             outer = tuple(system.outside(given.enter, kind, number) for kind, number in zip(("uid", "gid"), given.user))
         namespace = system.enter(given.enter, root)
@@ -238,6 +241,15 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
             system.drop_bounding_set()
             system.shed_privileges()
     return system.Workload(ids, outer if root else None, namespace, groups, confined, seccomp, null, life, oom_counter)
+
+
+def _check_program(pid: int, expected: str) -> None:
+    """Whoever enters the namespaces of another program than the sandbox's would run the workload outside of it."""
+    with open("/proc/%d/cmdline" % pid, "rb") as file:
+        found = file.read(_READ)
+    if found != os.fsencode(expected) + b"\0":
+        what = "process %d is not the sandbox's first one: its runtime keeps its processes elsewhere" % pid
+        raise OSError(errno.ESRCH, what)
 
 
 def _has_terminals() -> bool:

@@ -164,9 +164,11 @@ class Boxes:
         try:
             await box.handle.open(spec.network)
         except BaseException as error:
+            said = await reached.said() if isinstance(error, LinkLost) else ""
             await box.destroy()
             if isinstance(error, LinkLost):
-                raise Internal(f"the attendant cannot be reached: {error.reason}", reason="CREATE_FAILED") from error
+                what = f"the attendant cannot be reached: {': '.join(filter(None, (error.reason, said)))}"
+                raise Internal(what, reason="CREATE_FAILED") from error
             if isinstance(error, RefusedInside):
                 raise Internal(f"the endpoint cannot be opened: {error.what}", reason="CREATE_FAILED") from error
             raise

@@ -53,10 +53,10 @@ class Images:
         found = await self._pulled(image)
         return await self._once(f"prepare {found['Id']} {user}", lambda: self._prepared.of(image, found, user))
 
-    async def with_files(self, image: str, files: Mapping[str, bytes]) -> str:
-        """An image with further files of root's, mode 0755, at absolute paths; answers its name."""
+    async def equipped(self, image: str, files: Callable[[str], Mapping[str, bytes]]) -> str:
+        """As ``Prepared.equipped``, of an image by its name; raises what ``ready`` does."""
         found = await self._pulled(image)
-        return await self._once(f"equip {image}", lambda: self._prepared.equipped(found["Id"], files))
+        return await self._once(f"equip {image}", lambda: self._prepared.equipped(image, found, files))
 
     # Pulling -----------------------------------------------------------------------------------------------------
 

@@ -86,14 +86,7 @@ class Prepared:
 
         Raises FailedPrecondition (IMAGE_UNUSABLE) and InvalidArgument (USER_UNKNOWN).
         """
-        program = hold.program(str(base["Architecture"]))
-        if program is None or base.get("Os") != "linux":
-            raise FailedPrecondition(
-                f"the image {image!r} is for {base.get('Os')}/{base['Architecture']}; sandboxes need linux/amd64 or "
-                "linux/arm64",
-                reason="IMAGE_UNUSABLE",
-                metadata={"image": image},
-            )
+        program = _first_program(image, base)
         user = user or USER
         content = f"{_VERSION} {base['Id']} {hashlib.sha256(program).hexdigest()} {self._keep_workdir} {user}"
         name = f"{_REPOSITORY}:{hashlib.sha256(content.encode()).hexdigest()[:32]}"
@@ -107,18 +100,22 @@ class Prepared:
         await self.trim()
         return ready
 
-    async def equipped(self, base: str, files: Mapping[str, bytes]) -> str:
-        """The image with the id ``base`` with further files of root's, mode 0755, at absolute paths; its name."""
-        digest = hashlib.sha256(base.encode())
-        for path, content in sorted(files.items()):
+    async def equipped(self, image: str, base: Json, files: Callable[[str], Mapping[str, bytes]]) -> str:
+        """The name of ``base`` with further files of root's, mode 0755, at absolute paths, for its architecture.
+
+        The first process is one of them. Raises FailedPrecondition (IMAGE_UNUSABLE).
+        """
+        wanted = {hold.PATH: _first_program(image, base), **files(str(base["Architecture"]))}
+        digest = hashlib.sha256(str(base["Id"]).encode())
+        for path, content in sorted(wanted.items()):
             digest.update(hashlib.sha256(path.encode()).digest() + hashlib.sha256(content).digest())
         name = f"{_EQUIPPED}:{digest.hexdigest()[:32]}"
         try:
             await self._daemon.image(name)
         except Missing:
-            container = await self._unstarted(base)
+            container = await self._unstarted(base["Id"])
             try:
-                await self._daemon.put(container, "/", packed([File(path, file) for path, file in files.items()]))
+                await self._daemon.put(container, "/", packed([File(path, file) for path, file in wanted.items()]))
                 await self._commit(container, name, {KIND: "equipped"})
             finally:
                 await self._remove(container)
@@ -259,6 +256,18 @@ class Prepared:
                 if (file := archive.extractfile(member) if member.isreg() else None) is not None:
                     return file.read().decode(errors="surrogateescape")
         return ""
+
+
+def _first_program(image: str, base: Json) -> bytes:
+    program = hold.program(str(base["Architecture"]))
+    if program is None or base.get("Os") != "linux":
+        raise FailedPrecondition(
+            f"the image {image!r} is for {base.get('Os')}/{base['Architecture']}; sandboxes need linux/amd64 or "
+            "linux/arm64",
+            reason="IMAGE_UNUSABLE",
+            metadata={"image": image},
+        )
+    return program
 
 
 def described(image: Json) -> ReadyImage:
