@@ -122,6 +122,11 @@ class SandboxSettings(ServiceSettings):
         description="give Docker sandboxes a read-only root, with home, working directory and /tmp in bounded memory: "
         "no forks and no diffs then",
     )
+    docker_allow_root: bool = Field(
+        False,
+        description="offer Docker sandboxes whose user is root: without a capability, but the kernel's root unless the "
+        "daemon remaps users",
+    )
     docker_prepared_bytes: int = Field(
         20 * 1024**3,
         ge=0,

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.integration.sandbox.test_docker import PROBE
 from tests.support import dockerd
 from tests.support.docker_backend import REACHES, backend, create, diff, run
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock_sandbox.backends.base import SandboxHandle
+from penstock_sandbox.model import Resources
 
 pytestmark = pytest.mark.asyncio
 
@@ -126,6 +129,56 @@ async def test_a_user_that_the_image_lacks_is_refused_by_the_field(tmp_path: Pat
             with pytest.raises(FailedPrecondition) as forbidden:
                 await create(opened, image=TASK, user=root)
             assert forbidden.value.reason == "CAPABILITY_MISSING"
+
+
+# Root, where the operator offers it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reach", REACHES)
+async def test_root_owns_what_the_image_has_as_roots_and_can_do_nothing_else(tmp_path: Path, reach: str) -> None:
+    """R45, R46, R55: no capability, no reach to what serves it, although to the kernel both are root's."""
+    async with backend(tmp_path, reach, allow_root=True) as opened:
+        assert opened.capabilities.root
+        for user in ("root", "0"):
+            handle = await create(opened, image=TASK, user=user, resources=Resources(pids=100))
+            assert (handle.home, handle.user) == ("/root", "root")
+            code, text = await run(handle, "python3", "-c", PROBE)
+            assert code == 0, text
+            seen = json.loads(text)
+            assert set("".join(seen["caps"])) == {"0"} and (seen["privileges"], seen["seccomp"]) == ("1", "2")
+            assert set(seen["ids"]) == {"0"} and set(seen["groups"]) <= {"0"}
+            for refused in ("user namespace", "mount namespace", "mount", "keyring"):
+                assert seen[refused] == "Operation not permitted", refused
+            assert [name for name, reached in seen["others"] if reached] == []
+            assert {"hold", "keeper"} <= {name for name, _ in seen["others"]}
+            assert await run(handle, "sh", "-c", "id -u; echo x > /etc/mine; echo y >> ~/file; ls /etc/mine") == (
+                0,
+                "0\n/etc/mine\n",
+            )
+            # What is another user's is his.
+            assert (await run(handle, "sh", "-c", "ls /home/coder"))[0] != 0
+            with pytest.raises(PenstockError):
+                await handle.entries("/home/coder", "", 10)
+            assert (await run(handle, "sh", "-c", "chown 1234 /etc/mine"))[0] != 0
+            await _works(handle, "root")
+            await handle.destroy()
+
+
+@pytest.mark.parametrize("reach", REACHES)
+async def test_a_file_of_the_service_does_not_lead_root_where_only_capabilities_would(
+    tmp_path: Path, reach: str
+) -> None:
+    """R44: file work is done with the workload's rights, a root's too: links into what serves it lead nowhere."""
+    async with backend(tmp_path, reach, allow_root=True) as opened:
+        handle = await create(opened, user="root")
+        script = "for process in /proc/[0-9]*; do [ -r $process/environ ] || { echo $process; exit; }; done"
+        code, keeper = await run(handle, "sh", "-c", script)
+        assert code == 0 and keeper
+        for name in ("environ", "fd/0", "root/etc/passwd"):
+            assert (await run(handle, "ln", "-sf", f"{keeper.strip()}/{name}", "link"))[0] == 0
+            with pytest.raises(PenstockError):
+                async with handle.open_read(f"{handle.workdir}/link", follow_symlink=True):
+                    pass
 
 
 # What stays with the daemon -------------------------------------------------------------------------------------------

@@ -43,6 +43,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
         command.add_argument("--socket", required=True, help="the daemon's socket, in a directory of its user's own")
     for command in (attach, put):
         command.add_argument("--armour", action="store_true", help="lines of base64 instead of bytes")
+    attach.add_argument("--aside", action="store_true", help="as root: carry as a user that is nobody else's")
+    attach.add_argument("--last", default="", help="with --then: said on standard error when the carrying has ended")
+    attach.add_argument("--then", default="", help="carry in a child, and then become this program")
     attach.add_argument("--output-only", action="store_true", help="only hear: the other half is put")
     serve.add_argument("--user", type=_ids, help="UID:GID of the workload, as the sandbox numbers them")
     serve.add_argument("--enter", type=int, help="enter this process's namespaces first, and end with it")
@@ -234,6 +237,8 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
         if root and given.user is not None:
             outer = tuple(system.outside(given.enter, kind, number) for kind, number in zip(("uid", "gid"), given.user))
         namespace = system.enter(given.enter, root)
+        if root and outer is not None and outer[0] == 0:
+            system.step_aside()
     if not root:
         # It entered its own sandbox, where it has one user and, until here, every capability.
         ids = outer = None
@@ -289,6 +294,18 @@ def _attach(given: argparse.Namespace) -> int:
 
     system.set_name("attach")
     sock = _connect(given.socket, connections.OUTPUT if given.output_only else connections.ATTACH)
+    if given.aside:
+        os.setgroups([])
+        os.setresgid(system.ASIDE, system.ASIDE, system.ASIDE)
+        os.setresuid(system.ASIDE, system.ASIDE, system.ASIDE)
+    if given.then:
+        carrier = os.fork()
+        if carrier != 0:
+            sock.close()
+            os.waitpid(carrier, 0)
+            sys.stderr.write(given.last + "\n")
+            sys.stderr.flush()
+            os.execv(given.then, [given.then])
     if given.output_only:
         threading.Thread(target=_leave_with_reader, daemon=True).start()
     else:

@@ -20,6 +20,7 @@ def docker_backend(settings: SandboxSettings) -> Backend:
             sidecar_image=settings.docker_sidecar_image,
             runtime=settings.docker_runtime,
             read_only=settings.docker_read_only,
+            allow_root=settings.docker_allow_root,
             prepared_bytes=settings.docker_prepared_bytes,
             pull_timeout_s=settings.image_pull_timeout_s,
             may_pull=settings.default_backend == DockerBackend.name,

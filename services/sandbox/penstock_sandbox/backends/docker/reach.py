@@ -50,7 +50,7 @@ _PROGRAM = f"{OURS}/attendant"
 _FILTER = f"{OURS}/filter"
 _SOCKET = "/run/attendant/socket"
 _ENDED = "the-first-pipe-has-ended"
-_ATTACH = ("python3", _PROGRAM, "attach", "--socket", _SOCKET)
+_ATTACH = ("python3", _PROGRAM, "attach", "--socket", _SOCKET, "--aside")
 
 SIDECAR_SUFFIX = "-sidecar"
 
@@ -237,10 +237,11 @@ class Sidecar(Reach):
         # Through the container's first process, since the sidecar has a root of its own; and only now, when it is known
         # to be the container's.
         serve += f" && chmod {ROOT_MODE:o} /proc/1/root/." if started.writable else ""
-        # The first process is the link's first pipe, which spares a command; then it says so, since the daemon keeps
-        # these pipes open for as long as it lives, and it keeps the container alive. No text of a caller's is in here.
-        attach = shlex.join(_ATTACH)
-        argv = ["/bin/sh", "-c", f"{serve} && {{ {attach}; echo {_ENDED} >&2; exec {hold.PATH}; }}"]
+        # The first process carries the link's first pipe, which spares a command; when that ends it says so, since the
+        # daemon keeps these pipes open for as long as it lives, and keeps the container alive. By then it is no root, so
+        # nobody inside reaches it. No text of a caller's or of an image's is in here.
+        carry = shlex.join([*_ATTACH, "--last", _ENDED, "--then", hold.PATH])
+        argv = ["/bin/sh", "-c", f"{serve} && exec {carry}"]
         labels = {**self._owner.labels("sidecar"), SANDBOX: started.sandbox_id}
         settings, host = container.sidecar(self._image, labels, started.id, argv, started.resources)
         reached = _Beside(self._daemon, self._wire, self._reaper, name)

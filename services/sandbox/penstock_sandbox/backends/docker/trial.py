@@ -137,9 +137,22 @@ class Trial:
             limit_pids=self._limits.pids is not None,
             limit_disk=not kept or await self._limits_disk(image),
             diff=kept,
+            root=self._options.allow_root and await self._holds_root(),
             toolboxes=True,
             kill_tree=True,
         )
+
+    async def _holds_root(self) -> bool:
+        """Whether a sandbox of root's is as closed as others."""
+        image = await self._images.ready(self._options.image, "root")
+        box = await self._boxes.make(TRIAL, image, SandboxSpec(resources=self._limits), [], lambda _: None)
+        try:
+            problem, _ = await look(box, image.account.shell, as_root=True)
+        finally:
+            await box.destroy()
+        if problem:
+            _log.warning("root is not offered: its trial sandbox failed", reason=problem)
+        return not problem
 
     async def _limits_disk(self, image: ReadyImage) -> bool:
         """Whether the storage driver holds a container to a size: by asking it for one."""
