@@ -66,9 +66,9 @@ def _attendants(folder: str) -> set[str]:
 
 
 async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(variant: str) -> None:
-    """R50, R49"""
+    """R50, R49: neither containers, images, volumes and networks, nor control groups, supervisors and mounts."""
     engine = dockerd.engine()
-    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
+    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder, engine.watched() as made:
         async with start_on(Path(folder), variant) as service:
             await _snapshot(service)
             first = await _create(service)
@@ -84,6 +84,8 @@ async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(vari
             await _until(lambda: not attendants & _attendants(folder), lambda: attendants & _attendants(folder))
             # What the daemon was still told by the dead service comes to light only when it has done it.
             await _until(lambda: engine.remains() == [], engine.remains)
+            assert len(made) > 2
+            await _until(lambda: engine.traces(made) == [], lambda: engine.traces(made))
             assert await (await _create(service)).out("echo works") == "works"
             assert len([one for one in engine.remains() if one.startswith("container")]) == (
                 2 if variant == "docker-sidecar" else 1

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 from tests.integration.sandbox.test_docker import PROBE
 from tests.support import dockerd
 from tests.support.docker_backend import REACHES, backend, create, diff, run
+from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
+from penstock_sandbox.app import open_app
 from penstock_sandbox.backends.base import SandboxHandle
-from penstock_sandbox.model import Resources
+from penstock_sandbox.model import Resources, SandboxSpec, SeedFile, Snapshot, SnapshotSpec
+from penstock_sandbox.settings import SandboxSettings
 
 pytestmark = pytest.mark.asyncio
 
@@ -218,3 +224,56 @@ async def test_prepared_images_leave_when_there_are_too_many_and_never_under_a_s
         assert _prepared() == set()
     layers = dockerd.engine().api.images(all=True, filters={"label": ["penstock.kind=prepared"]})
     assert layers == []
+
+
+def _snapshots() -> set[str]:
+    """The ids of the snapshots that the engine has as images, named or not."""
+    images = dockerd.engine().api.images(all=True, filters={"label": ["penstock.kind=snapshot"]})
+    assert all(image["RepoTags"] for image in images), "an image of a snapshot has lost its name and stays"
+    return {name.rpartition(":")[2] for image in images for name in image["RepoTags"]}
+
+
+async def test_snapshots_that_leave_the_services_cache_leave_the_daemon(tmp_path: Path) -> None:
+    """R23, R50: their images go, those in use when they are not any more, and all with the service."""
+    engine = await asyncio.to_thread(dockerd.engine)
+    settings = SandboxSettings(
+        state_dir=tmp_path,
+        default_backend="docker",
+        docker_host=engine.host,
+        docker_image=dockerd.BASE,
+        docker_sidecar_image=dockerd.BASE,
+        snapshot_cache_bytes=5 << 20,
+        operator_token=SecretStr("operator"),
+    )
+    async with open_app(settings) as app:
+        minutes = [0]
+        app.snapshots._clock = lambda: time.time() + 60.0 * minutes[0]
+
+        async def prepared(below: str = "") -> str:
+            minutes[0] += 2
+            seed = SeedFile("file", os.urandom(2 << 20), 0o644)
+            spec = SnapshotSpec(SandboxSpec(snapshot_id=below), (seed,))
+            made = [event async for event in app.snapshots.prepare(spec)]
+            assert isinstance(made[-1], Snapshot)
+            return made[-1].id
+
+        async def only(*wanted: str) -> None:
+            # Removal is in the background.
+            await eventually(lambda: _snapshots() == set(wanted), "the snapshots that are wanted, alone")
+
+        first, second = await prepared(), await prepared()
+        await only(first, second)
+        third = await prepared()
+        await only(second, third)
+        above = await prepared(third)
+        await only(third, above)
+        fork = dataclasses.replace(app.snapshots.sandbox_spec(above), snapshot_id=above)
+        sandbox = await app.sandboxes.create("", fork)
+        await prepared()
+        last = await prepared()
+        # A sandbox stands on one, and that on another.
+        await only(third, above, last)
+        await app.sandboxes.delete(sandbox.id)
+        await only(third, last)
+        await only(last, await prepared())
+    assert _snapshots() == set() and engine.remains() == []

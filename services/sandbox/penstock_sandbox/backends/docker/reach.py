@@ -238,8 +238,8 @@ class Sidecar(Reach):
         # to be the container's.
         serve += f" && chmod {ROOT_MODE:o} /proc/1/root/." if started.writable else ""
         # The first process carries the link's first pipe, which spares a command; when that ends it says so, since the
-        # daemon keeps these pipes open for as long as it lives, and keeps the container alive. By then it is no root, so
-        # nobody inside reaches it. No text of a caller's or of an image's is in here.
+        # daemon keeps these pipes open for as long as it lives, and keeps the container alive. By then it is not root,
+        # and nobody inside reaches it. No text of a caller's or of an image's is in here.
         carry = shlex.join([*_ATTACH, "--last", _ENDED, "--then", hold.PATH])
         argv = ["/bin/sh", "-c", f"{serve} && exec {carry}"]
         labels = {**self._owner.labels("sidecar"), SANDBOX: started.sandbox_id}
