@@ -42,7 +42,7 @@ def task() -> Iterator[None]:
         f"FROM {dockerd.BASE}",
         "ENV CONDA_DEFAULT_ENV=testbed",
         "RUN echo 'coder:x:1234:1235::/home/coder:/bin/sh' >> /etc/passwd && mkdir -m 700 /home/coder"
-        " && chown 1234:1235 /home/coder && echo root > /etc/owned-by-root",
+        " && echo 'toor:x:0:0::/:/bin/sh' >> /etc/passwd && chown 1234:1235 /home/coder && echo root > /etc/owned-by-root",
         "WORKDIR /testbed",
         f"RUN git init -q . && printf '{_PROGRAM}' > program.py && mkdir -p deep/er && echo one > deep/er/file"
         " && ln deep/er/file hard && ln -s /etc/owned-by-root link && printf '#!/bin/sh\\nid -u\\n' > tool"
@@ -131,7 +131,7 @@ async def test_a_user_that_the_image_lacks_is_refused_by_the_field(tmp_path: Pat
             await create(opened, image=TASK, user="nobody-here")
         assert refused.value.reason == "USER_UNKNOWN"
         assert [problem.field for problem in refused.value.violations] == ["spec.user"]
-        for root in ("root", "0"):
+        for root in ("root", "0", "00", "toor"):
             with pytest.raises(FailedPrecondition) as forbidden:
                 await create(opened, image=TASK, user=root)
             assert forbidden.value.reason == "CAPABILITY_MISSING"

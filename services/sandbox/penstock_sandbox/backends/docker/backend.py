@@ -82,6 +82,7 @@ class DockerBackend(Backend):
         self._stack.push_async_callback(reaper.aclose)
         await reaper.open()
         prepared = Prepared(daemon, owner, reaper, options.prepared_bytes, keep_workdir=options.read_only)
+        self._stack.push_async_callback(prepared.aclose)
         images = Images(daemon, wire, prepared, options.pull_timeout_s)
         self._stack.push_async_callback(images.aclose)
         layers = Layers(reaper)
@@ -134,8 +135,14 @@ class DockerBackend(Backend):
         else:
             name = spec.image or self._options.image
             self._check_allowed(name)
-            self._check_root(spec.user)
             image = await self._images.ready(name, "" if spec.user == USER else spec.user)
+            if image.account.uid == 0 and not self.capabilities.root:
+                # By whatever name: an image may have several for him.
+                raise FailedPrecondition(
+                    "the docker backend runs nothing as root here: the operator's docker_allow_root offers it",
+                    reason="CAPABILITY_MISSING",
+                    metadata={"backend": self.name, "capabilities": "root"},
+                )
         # Held from here: a layer must not go while a container is being made from it.
         self._layers.hold(layers)
         try:
@@ -147,14 +154,6 @@ class DockerBackend(Backend):
             raise
         path = [folder for toolbox in toolboxes for folder in toolbox.path]
         return await self._boxes.make(sandbox_id, image, spec, mounts, on_lost, path, layers)
-
-    def _check_root(self, user: str) -> None:
-        if (user == "root" or (user.isdigit() and int(user) == 0)) and not self.capabilities.root:
-            raise FailedPrecondition(
-                "the docker backend runs nothing as root here: the operator's docker_allow_root offers it",
-                reason="CAPABILITY_MISSING",
-                metadata={"backend": self.name, "capabilities": "root"},
-            )
 
     def _check_allowed(self, image: str) -> None:
         if image != self._options.image and not any(

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Violation
 from penstock_sandbox.backends.docker import handover, hold
 from penstock_sandbox.backends.docker.additions import USER, Account, File, account_in, account_named, packed
 from penstock_sandbox.backends.docker.daemon import GO_DIRECTORY, Daemon, Json, Missing, Refused
@@ -80,6 +80,13 @@ class Prepared:
         self._clock = clock
         self._used_at: dict[str, float] = {}
         self._trimming = asyncio.Lock()
+        self._later: asyncio.Task[None] | None = None
+
+    async def aclose(self) -> None:
+        """Stop removing."""
+        if self._later is not None:
+            self._later.cancel()
+            await asyncio.gather(self._later, return_exceptions=True)
 
     async def of(self, image: str, base: Json, user: str) -> ReadyImage:
         """What ``base``, which callers know as ``image``, is with what a sandbox needs for ``user`` (empty: ``USER``).
@@ -95,10 +102,15 @@ class Prepared:
             return described(await self._daemon.image(name))
         except Missing:
             pass
-        await self._make(image, base, name, program, user)
-        ready = described(await self._daemon.image(name))
-        await self.trim()
-        return ready
+        try:
+            await self._make(image, base, name, program, user)
+        except BaseException:
+            self._used_at.pop(name, None)
+            raise
+        if self._later is None or self._later.done():
+            # Nobody waits for it: removing a large one takes seconds.
+            self._later = asyncio.create_task(self._trim_now(), name="docker-trim")
+        return described(await self._daemon.image(name))
 
     async def equipped(self, image: str, base: Json, files: Callable[[str], Mapping[str, bytes]]) -> str:
         """The name of ``base`` with further files of root's, mode 0755, at absolute paths, for its architecture.
@@ -139,6 +151,12 @@ class Prepared:
                     continue
                 total -= _added(one)
                 _log.info("a prepared image leaves the cache", image=one["Id"], bytes=_added(one))
+
+    async def _trim_now(self) -> None:
+        try:
+            await self.trim()
+        except (Refused, PenstockError) as error:
+            _log.warning("the prepared images are not looked through; the next preparation does", error=str(error))
 
     def _last_used(self, image: Json) -> float:
         return max(self._used_at.get(name, float(image.get("Created") or 0)) for name in _names(image))
