@@ -42,7 +42,8 @@ def task() -> Iterator[None]:
         f"FROM {dockerd.BASE}",
         "ENV CONDA_DEFAULT_ENV=testbed",
         "RUN echo 'coder:x:1234:1235::/home/coder:/bin/sh' >> /etc/passwd && mkdir -m 700 /home/coder"
-        " && echo 'toor:x:0:0::/:/bin/sh' >> /etc/passwd && chown 1234:1235 /home/coder && echo root > /etc/owned-by-root",
+        " && echo 'toor:x:0:0::/:/bin/sh' >> /etc/passwd && chown 1234:1235 /home/coder"
+        " && echo root > /etc/owned-by-root",
         "WORKDIR /testbed",
         f"RUN git init -q . && printf '{_PROGRAM}' > program.py && mkdir -p deep/er && echo one > deep/er/file"
         " && ln deep/er/file hard && ln -s /etc/owned-by-root link && printf '#!/bin/sh\\nid -u\\n' > tool"
