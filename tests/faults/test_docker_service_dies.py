@@ -60,9 +60,9 @@ def _attendants(folder: str) -> set[str]:
 
 
 async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(variant: str) -> None:
-    """R50, R49"""
+    """R50, R49: neither containers, images, volumes and networks, nor control groups, supervisors and mounts."""
     engine = dockerd.engine()
-    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
+    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder, engine.watched() as made:
         async with start_on(Path(folder), variant) as service:
             setup = [command(shell=f"echo {secrets.token_hex(8)} > kept")]
             forgotten = [command(shell=f"echo {secrets.token_hex(8)} > forgotten")]
@@ -78,6 +78,7 @@ async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(vari
             burst = [asyncio.ensure_future(_create(service)) for _ in range(50)]
             await burst[0]
             attendants = _attendants(folder)
+            assert engine.traces(made) != []
             service.process.send_signal(signal.SIGKILL)
             await asyncio.gather(*burst, return_exceptions=True)
         assert engine.remains() != []
@@ -87,6 +88,7 @@ async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(vari
             # What the daemon was still told by the dead service comes to light only when it has done it.
             kept = sorted(f"image ['penstock-snapshot:{one.snapshot_id}']" for one in (snapshot, above))
             await _until(lambda: sorted(engine.remains()) == kept, engine.remains)
+            await _until(lambda: engine.traces(made) == [], lambda: engine.traces(made))
             assert await prepare(service, setup=setup) == ([], snapshot), "without a second setup"
             (child,) = await fork(service, above.snapshot_id, 1)
             assert (await child.out("cat forgotten kept")).count("\n") == 1

@@ -127,6 +127,17 @@ class SandboxSettings(ServiceSettings):
         description="give Docker sandboxes a read-only root, with home, working directory and /tmp in bounded memory: "
         "no forks and no diffs then",
     )
+    docker_allow_root: bool = Field(
+        False,
+        description="offer Docker sandboxes whose user is root: without a capability, but the kernel's root unless the "
+        "daemon remaps users",
+    )
+    docker_prepared_bytes: int = Field(
+        20 * 1024**3,
+        ge=0,
+        description="bytes that making images ready for sandboxes may add to the daemon's; the least recently used go "
+        "first, none in use",
+    )
     image_pull_timeout_s: float = Field(600.0, gt=0, description="seconds that pulling an image may take")
 
     @field_validator("hf_token", "e2b_api_key")

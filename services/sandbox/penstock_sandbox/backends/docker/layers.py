@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock_sandbox.backends.docker.images import ReadyImage
+from penstock_sandbox.backends.docker.prepared import ReadyImage
 from penstock_sandbox.backends.docker.reaper import Reaper
 
 REPOSITORY = "penstock-snapshot"
