@@ -237,6 +237,8 @@ class Backend(abc.ABC):
     unavailable_reason: str = "not opened yet"
     creates_at_once: int = 16
     """Most ``create`` calls in progress at once; more wait (R51)."""
+    host_programs: bool = True
+    """Whether its sandboxes see this machine's own programs, so that a toolbox's runtime among those need not come."""
 
     @property
     def available(self) -> bool:

@@ -73,6 +73,7 @@ class DockerBackend(Backend):
     """See the module. What it keeps on disk is under ``options.state_dir``."""
 
     name = "docker"
+    host_programs = False
 
     def __init__(self, options: DockerOptions) -> None:
         self._options = options

@@ -70,6 +70,7 @@ class E2BBackend(Backend):
     """See the module."""
 
     name = "e2b"
+    host_programs = False
 
     def __init__(self, options: E2BOptions) -> None:
         self._options = options
