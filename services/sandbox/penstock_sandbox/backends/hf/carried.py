@@ -195,6 +195,7 @@ def digest(path: str) -> str:
 def restore(archive: str, root: bytes = b"") -> None:
     """Delete what an archive says is gone, then put its members in place (below ``root``), directories' modes last."""
     folders: List[Tuple[bytes, tarfile.TarInfo]] = []
+    times: Dict[bytes, Tuple[int, int]] = {}
     with _open(archive, "r:gz") as tar:
         for member in tar:
             if member.name == _DELETED:
@@ -207,7 +208,15 @@ def restore(archive: str, root: bytes = b"") -> None:
                 _make_folder(path)
                 folders.append((path, member))
             else:
+                folder = os.path.dirname(path)
+                os.makedirs(folder, 0o755, exist_ok=True)
+                if folder not in times:
+                    status = os.stat(folder)
+                    times[folder] = (status.st_atime_ns, status.st_mtime_ns)
                 _put(tar, member, path, root)
+    for folder, before in times.items():
+        # Of those that did not change: a file that was rewritten in place was put there by its name.
+        os.utime(folder, ns=before)
     for path, member in reversed(folders):
         _finish(path, member)
 
@@ -219,7 +228,6 @@ def _make_folder(path: bytes) -> None:
 
 
 def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, path: bytes, root: bytes) -> None:
-    os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
     _clear(path)
     if member.issym():
         os.symlink(member.linkname.encode("utf-8", "surrogateescape"), path)

@@ -47,8 +47,8 @@ def mountable() -> Mapping[str, Path]:
 def find(wanted: Runtime, *, host_programs: bool = True) -> FoundRuntime | None:
     """The runtime to use, or None where nothing new enough is installed.
 
-    For a sandbox that sees none of the ``host_programs`` a Node.js that can be mounted comes first; what cannot is still
-    answered where there is nothing else, since the sandbox's own image may have it, as it has a Python.
+    For a sandbox that sees none of the ``host_programs`` a Node.js that can be mounted comes first; without one the
+    host's is still answered, since the sandbox's own image may have one, as it has a Python.
     """
     candidates = _candidates(wanted.kind)
     if not host_programs and wanted.kind is RuntimeKind.NODE:
