@@ -96,7 +96,9 @@ class Jobs:
         try:
             return await (self._threads.create(call) if long else self._threads.ask(call))
         except Exception as error:
-            raise Unavailable(f"{what}: {explain(error, self._token)}", reason="CREATE_FAILED") from error
+            raise Unavailable(
+                f"{what}: {explain(error, self._token)}", reason="CREATE_FAILED", retry_after_s=_RETRY_S
+            ) from error
 
 
 class Remote(abc.ABC):
