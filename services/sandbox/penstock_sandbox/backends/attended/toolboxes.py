@@ -29,6 +29,7 @@ def pack(toolboxes: Sequence[MountedToolbox], archive: IO[bytes]) -> None:
     def as_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid = member.gid = 0
         member.uname = member.gname = "root"
+        member.mtime = int(member.mtime)  # a fraction would take another header for each file
         return member
 
     with tarfile.open(fileobj=archive, mode="w:gz", compresslevel=_COMPRESSION) as tar:

@@ -25,7 +25,7 @@ import shutil
 import stat
 import sys
 import tarfile
-from typing import Dict, Iterator, List, Optional, Set, Tuple
+from typing import Dict, Iterator, List, Optional, Set, Tuple, Union
 
 TOO_MUCH = 75
 """The exit code of ``capture`` where the files are larger than allowed."""
@@ -209,8 +209,8 @@ def restore(archive: str, root: bytes = b"") -> None:
                 folders.append((path, member))
             else:
                 folder = os.path.dirname(path)
-                os.makedirs(folder, 0o755, exist_ok=True)
                 if folder not in times:
+                    os.makedirs(folder, 0o755, exist_ok=True)
                     status = os.stat(folder)
                     times[folder] = (status.st_atime_ns, status.st_mtime_ns)
                 _put(tar, member, path, root)
@@ -228,31 +228,43 @@ def _make_folder(path: bytes) -> None:
 
 
 def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, path: bytes, root: bytes) -> None:
-    _clear(path)
-    if member.issym():
-        os.symlink(member.linkname.encode("utf-8", "surrogateescape"), path)
-    elif member.islnk():
-        os.link(root + b"/" + member.linkname.encode("utf-8", "surrogateescape"), path, follow_symlinks=False)
-        return
-    elif member.isfifo():
-        os.mkfifo(path)
-    elif member.isreg():
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        _make(tar, member, path, root)
+    except FileExistsError:
+        _clear(path)
+        _make(tar, member, path, root)
+
+
+def _make(tar: tarfile.TarFile, member: tarfile.TarInfo, path: bytes, root: bytes) -> None:
+    if member.isreg():
         content = tar.extractfile(member)
         assert content is not None
-        with open(os.open(path, flags, 0o600), "wb") as sink:
-            shutil.copyfileobj(content, sink, _PIECE)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(path, flags, 0o600), "wb", buffering=0) as sink:
+            while True:
+                piece = content.read(_PIECE)
+                if not piece:
+                    break
+                sink.write(piece)
+            _finish(sink.fileno(), member)
+    elif member.islnk():
+        os.link(root + b"/" + member.linkname.encode("utf-8", "surrogateescape"), path, follow_symlinks=False)
+    elif member.issym():
+        os.symlink(member.linkname.encode("utf-8", "surrogateescape"), path)
+        os.chown(path, member.uid, member.gid, follow_symlinks=False)
+        os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)
+    elif member.isfifo():
+        os.mkfifo(path)
+        _finish(path, member)
     else:
         raise ValueError("%s: neither a file, a directory, a link nor a pipe" % member.name)
-    _finish(path, member)
 
 
-def _finish(path: bytes, member: tarfile.TarInfo) -> None:
-    os.chown(path, member.uid, member.gid, follow_symlinks=False)
-    if not member.issym():
-        # After the owner: changing that takes privileges from a file.
-        os.chmod(path, stat.S_IMODE(member.mode))
-    os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)
+def _finish(made: Union[bytes, int], member: tarfile.TarInfo) -> None:
+    # The mode after the owner: changing that takes privileges from a file.
+    os.chown(made, member.uid, member.gid)
+    os.chmod(made, stat.S_IMODE(member.mode))
+    os.utime(made, (member.mtime, member.mtime))
 
 
 def _clear(path: bytes) -> None:
