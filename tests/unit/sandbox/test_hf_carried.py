@@ -100,7 +100,7 @@ def test_a_fresh_job_becomes_the_prepared_one_whatever_was_done_to_that(
     """R57, R76: contents, modes, owners, times, links of both kinds, pipes, and what is gone."""
     if os.geteuid() != 0:
         # As in a job, where it runs as root: what its owner may not read would not be carried.
-        changes = [(what, *rest[:2], rest[2] | 0o600, rest[3]) for what, *rest in changes]  # type: ignore[misc]
+        changes = [(what, name, other, mode | 0o600, content) for what, name, other, mode, content in changes]
     with tempfile.TemporaryDirectory() as folder:
         # The same path in both, as in two jobs; the second is below another root.
         box, fresh = Path(folder, "box"), Path(folder, "fresh")
