@@ -90,7 +90,8 @@ class SandboxSettings(ServiceSettings):
     hf_start_timeout_s: float = Field(300.0, gt=0, description="seconds that an hf sandbox may take to start")
     hf_allow_open_egress: bool = Field(
         False,
-        description="offer one-endpoint networks on hf, where everything else on the internet can be reached as well",
+        description="offer sandboxes with one endpoint or no network on hf, where the rest of the internet can be "
+        "reached all the same; rollouts of agents need it",
     )
 
     e2b_api_key: SecretStr | None = Field(None, description="E2B's API key; E2B_API_KEY counts where this is unset")

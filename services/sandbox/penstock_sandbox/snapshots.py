@@ -170,7 +170,9 @@ class Snapshots:
         return snapshot_id in self._known
 
     async def _make(self, key: str, spec: SnapshotSpec, tell: Callable[[Progress], None]) -> Snapshot:
-        setup = dataclasses.replace(spec.sandbox, lease_s=self._lease_s, labels={"penstock/snapshot": key[:32]})
+        setup = dataclasses.replace(
+            spec.sandbox, lease_s=self._lease_s, labels={"penstock/snapshot": key[:32]}, to_be_sealed=True
+        )
         self._sandboxes.refuse_unforkable(setup)
         sandbox = await self._sandboxes.create("", setup, shared=True)
         try:
@@ -203,7 +205,7 @@ class Snapshots:
         backend = self._sandboxes.backend(sealed.backend)
         now = self._clock()
         snapshot = Snapshot(layer.id, key, backend.name, now, layer.size, backend.capabilities.fork)
-        kept = dataclasses.replace(sealed, lease_s=None, labels={})
+        kept = dataclasses.replace(sealed, lease_s=None, labels={}, to_be_sealed=False)
         if backend.layers_outlive:
             try:
                 await self._records.write(SnapshotRecord(snapshot, kept, below))

@@ -24,7 +24,7 @@ from penstock_sandbox.sandboxes import Sandboxes
 class NoToolboxes:
     """There are none."""
 
-    def mounted(self, toolbox_id: str) -> MountedToolbox:
+    def mounted(self, toolbox_id: str, *, host_programs: bool) -> MountedToolbox:
         raise AssertionError(toolbox_id)
 
     def hold(self, toolbox_ids: Sequence[str]) -> None:

@@ -239,6 +239,8 @@ class Backend(abc.ABC):
     """Most ``create`` calls in progress at once; more wait (R51)."""
     layers_outlive: bool = False
     """Whether sealed layers are there after this service's end; then ``adopt_layers`` is implemented."""
+    host_programs: bool = True
+    """Whether its sandboxes see this machine's own programs, so that a toolbox's runtime among those need not come."""
 
     @property
     def available(self) -> bool:

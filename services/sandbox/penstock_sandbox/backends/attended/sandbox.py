@@ -206,13 +206,19 @@ class AttendedSandbox(SandboxHandle):
     # Network, figures, end ---------------------------------------------------------------------------------------
 
     async def set_network(self, policy: NetworkPolicy) -> None:
-        if policy.kind is NetworkKind.NONE and self._endpoint is not None:
-            endpoint, self._endpoint = self._endpoint, None
-            await endpoint.aclose()
-            try:
+        try:
+            if policy.kind is NetworkKind.NONE and self._endpoint is not None:
+                endpoint, self._endpoint = self._endpoint, None
+                await endpoint.aclose()
                 await self._link.request("unlisten")
-            except LinkLost as error:
-                raise lost(error) from error
+            elif policy.kind is NetworkKind.ONE_ENDPOINT and self._endpoint is None:
+                self._endpoint = Endpoint(self.id, policy)
+                await self._link.request("listen", port=policy.local_port)
+        except LinkLost as error:
+            raise lost(error) from error
+        except Refused as refusal:
+            self._endpoint = None
+            raise file_error(refusal, f"port {policy.local_port}") from refusal
 
     async def stats(self) -> Stats:
         return await self._stats() if self._stats is not None else Stats()

@@ -48,6 +48,7 @@ class DockerBackend(Backend):
 
     name = "docker"
     layers_outlive = True
+    host_programs = False
 
     def __init__(self, options: DockerOptions) -> None:
         self._options = options

@@ -72,6 +72,7 @@ class E2BBackend(Backend):
 
     name = "e2b"
     layers_outlive = True
+    host_programs = False
 
     def __init__(self, options: E2BOptions) -> None:
         self._options = options

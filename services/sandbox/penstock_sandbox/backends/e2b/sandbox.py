@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import structlog
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable
-from penstock_sandbox.backends.attended.endpoint import Endpoint
 from penstock_sandbox.backends.attended.files import lost
 from penstock_sandbox.backends.attended.messages import Greeting
 from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
@@ -27,7 +26,6 @@ from penstock_sandbox.backends.e2b.cloud import Cloud
 from penstock_sandbox.backends.e2b.equipment import WORKDIR, Workload, attach_command
 from penstock_sandbox.backends.e2b.errors import Denied, Gone
 from penstock_sandbox.backends.e2b.pipe import GONE, open_pipe
-from penstock_sandbox.backends.refusals import Refused, file_error
 from penstock_sandbox.model import NetworkKind, NetworkPolicy, Stats
 
 if TYPE_CHECKING:
@@ -127,27 +125,18 @@ class E2BSandbox(AttendedSandbox):
             ) from None
 
     async def set_network(self, policy: NetworkPolicy) -> None:
-        if not self._internet:
-            await super().set_network(policy)
-            return
-        try:
-            await self._cloud.close_network(self.e2b_id)
-        except Gone:
-            self.lose(GONE)
-            raise lost(LinkLost(GONE)) from None
-        except Denied as denied:
-            raise FailedPrecondition(
-                f"E2B does not close this sandbox's network (status {denied.status})", reason="CAPABILITY_MISSING"
-            ) from None
-        self._internet = False
-        if policy.kind is NetworkKind.ONE_ENDPOINT:
-            self._endpoint = Endpoint(self.id, policy)
+        if self._internet:
             try:
-                await self._link.request("listen", port=policy.local_port)
-            except LinkLost as error:
-                raise lost(error) from error
-            except Refused as refusal:
-                raise file_error(refusal, f"port {policy.local_port}") from refusal
+                await self._cloud.close_network(self.e2b_id)
+            except Gone:
+                self.lose(GONE)
+                raise lost(LinkLost(GONE)) from None
+            except Denied as denied:
+                raise FailedPrecondition(
+                    f"E2B does not close this sandbox's network (status {denied.status})", reason="CAPABILITY_MISSING"
+                ) from None
+            self._internet = False
+        await super().set_network(policy)
 
     # Pausing -----------------------------------------------------------------------------------------------------
 
