@@ -82,18 +82,18 @@ async def _files(name: str, place: Path) -> list[Row]:
 async def _forks(image: str) -> list[Row]:
     """A commit for what a snapshot is, a container of it for each child."""
     committed: list[float] = []
-    prepared = f"bench-{secrets.token_hex(6)}:tree"
+    prepared = [f"bench-{secrets.token_hex(6)}:{number}" for number in range(COMMITS)]
     name = await _run(image)
     try:
         await _docker("exec", name, "/bin/sh", "-c", service.TREE)
-        for _ in range(COMMITS):
-            await timed(committed, partial(_docker, "commit", name, prepared))
+        for tag in prepared:
+            await timed(committed, partial(_docker, "commit", name, tag))
         forked: list[float] = []
-        children = await timed(forked, lambda: asyncio.gather(*(_run(prepared) for _ in range(service.TREE_FORKS))))
+        children = await timed(forked, lambda: asyncio.gather(*(_run(prepared[0]) for _ in range(service.TREE_FORKS))))
         await _remove(children)
     finally:
         await _remove([name])
-        await _docker("rmi", "--force", prepared)
+        await _docker("rmi", "--force", *prepared)
     return [
         Row("commit the 250 MB tree, p50", 1e3 * percentile(committed, 0.5), "ms"),
         Row(service.FORKS, 1e3 * forked[0], "ms", "docker run of the committed image"),
