@@ -1,8 +1,8 @@
 """Programs about an attendant, run beside it: what serves there, and its end before a sandbox's files are kept.
 
 Invariants: each is a Python program that is run as root in the sandbox and says what it found behind ``penstock:``,
-for a login shell may speak too. ``PROGRAM`` and ``LOOK`` have the attendant's socket as their argument; when ``PROGRAM``
-ended with 0, nothing that the attendant started runs any more, and all that was written is on disk.
+for a login shell may speak too. ``PROGRAM`` and ``LOOK`` have the attendant's socket as their argument. When
+``PROGRAM`` ended with 0, nothing that the attendant started runs any more, and all that was written is on disk.
 """
 
 from __future__ import annotations
