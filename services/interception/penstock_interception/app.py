@@ -71,10 +71,10 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             )
         )
         codecs = CodecCache(settings.state_dir / "tokenizers", pool)
-        sources = await _sources(settings, codecs, http, stack)
         tasks = await stack.enter_async_context(_cancelled_at_exit())
         dialects: tuple[DialectCodec, ...] = (ChatCompletions(), Messages())
         parse = partial(_parse, {dialect.dialect: dialect for dialect in dialects})
+        sources = await _sources(settings, codecs, http, parse, stack)
         turns = Turns(
             store, sources, tasks, pool, parse=parse, limits=_limits(settings), closed_kept=settings.closed_kept
         )
@@ -104,7 +104,11 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
 
 
 async def _sources(
-    settings: InterceptionSettings, codecs: CodecCache, http: aiohttp.ClientSession, stack: AsyncExitStack
+    settings: InterceptionSettings,
+    codecs: CodecCache,
+    http: aiohttp.ClientSession,
+    parse: Callable[[Dialect, bytes], ChatRequest],
+    stack: AsyncExitStack,
 ) -> Sources:
     inference: dict[str, Callable[[str], ModelSource]] = {}
     if settings.inference_address:
@@ -123,6 +127,7 @@ async def _sources(
     return Sources(
         codecs,
         http,
+        parse,
         inference=inference,
         upstreams=upstreams,
         tokenizers=settings.tokenizers,

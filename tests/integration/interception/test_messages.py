@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import anthropic
 import pytest
+from aiohttp import web
 from tests.support.waiting import eventually
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
@@ -20,6 +21,8 @@ ASK: Any = [{"role": "user", "content": "list the files"}]
 BASH: Any = {"name": "bash", "description": "Run.", "input_schema": {"type": "object", "properties": {}}}
 CALL = '<tool_call>\n{"name": "bash",  "arguments": {"command": "ls", "n": 1.0}}\n</tool_call>'
 THOUGHT = "<think>\nFirst a look.\n</think>\n\nI look."
+TEXT = {"type": "text", "text": "go on"}
+IMAGE = {"type": "url", "url": "http://x/a.png"}
 VERSION = {"anthropic-version": "2023-06-01"}
 
 
@@ -370,3 +373,96 @@ async def test_a_route_that_is_not_there_is_said_in_the_dialect(
     async with http.request(method, root(rollout) + path, headers=headers) as answer:
         body = await answer.json()
     assert (answer.status, body["type"], body["error"]["type"]) == (status, "error", kind)
+
+
+async def test_black_box_sends_the_endpoints_key_where_the_dialect_has_it_and_counts_no_counting(service: Any) -> None:
+    """R11, R88: bearer, and x-api-key for who sent one, are the endpoint's; count_tokens is forwarded and is no call."""
+    seen: list[tuple[str, Any]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.path, request.headers))
+        return web.json_response({"input_tokens": 3})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    endpoint = interception_pb2.Upstream.CallerEndpoint(base_url=url, api_key="endpoints-key")
+    source = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(caller=endpoint))
+    rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=source)
+    seen.clear()  # the check at opening
+    await client(rollout).messages.count_tokens(model="m", messages=ASK)
+    both = client(rollout, default_headers={"x-api-key": rollout.token})  # as Claude Code sends it
+    await both.messages.with_raw_response.create(model="m", max_tokens=1, messages=ASK)
+    await runner.cleanup()
+    assert [path for path, _ in seen] == ["/v1/messages/count_tokens", "/v1/messages"]
+    assert [headers["Authorization"] for _, headers in seen] == ["Bearer endpoints-key"] * 2
+    assert [headers.get("x-api-key") for _, headers in seen] == [None, "endpoints-key"]
+    assert rollout.token not in str(seen)
+    captured = await service.capture(rollout.rollout_id)
+    assert [call.dialect for call in captured.calls] == [trajectory_pb2.DIALECT_MESSAGES]
+
+
+async def test_an_upstream_of_another_dialect_is_asked_in_its_own(service: Any) -> None:
+    """R63, R86: behind a Chat Completions endpoint the request is written anew; the answer is the agent's dialect."""
+    bodies: list[dict[str, Any]] = []
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": []})
+
+    async def answer(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        function = {"name": "bash", "arguments": '{"command": "pwd"}'}
+        message = {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        }
+        usage = {"prompt_tokens": 5, "completion_tokens": 2}
+        choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+        return web.json_response({"model": "real", "choices": [choice], "usage": usage})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    endpoint = interception_pb2.Upstream.CallerEndpoint(base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
+    source = interception_pb2.ModelSource(upstream=interception_pb2.Upstream(caller=endpoint, model="real"))
+    rollout = await service.open(mode=interception_pb2.MODE_TRANSPARENT_PROXY, source=source)
+    history = [
+        {"role": "user", "content": [{"type": "text", "text": "list"}, {"type": "image", "source": IMAGE}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "t1", "name": "bash", "input": {"command": "ls"}}],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "a"}, TEXT]},
+    ]
+    options = {"system": "rules", "tools": [BASH], "tool_choice": {"type": "any"}, "stop_sequences": ["END"]}
+    for stream in (False, True):
+        said = await asked(rollout, stream=stream, messages=history, **options)
+        assert [block.type for block in said.content] == ["thinking", "text", "tool_use"]
+        assert (said.content[2].input, said.stop_reason) == ({"command": "pwd"}, "tool_use")
+    await runner.cleanup()
+    call = {"id": "t1", "type": "function", "function": {"name": "bash", "arguments": '{"command":"ls"}'}}
+    image = {"type": "image_url", "image_url": {"url": IMAGE["url"]}}
+    function = {"name": "bash", "description": "Run.", "parameters": BASH["input_schema"]}
+    assert bodies[0] == bodies[1]
+    assert bodies[0] == {
+        "model": "real",
+        "messages": [
+            {"role": "system", "content": "rules"},
+            {"role": "user", "content": [{"type": "text", "text": "list"}, image]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "t1", "content": "a"},
+            {"role": "user", "content": "go on"},
+        ],
+        "max_tokens": 100,
+        "stop": ["END"],
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+    }

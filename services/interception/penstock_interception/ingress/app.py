@@ -87,7 +87,7 @@ class Ingress:
         dialect, route = nearest, None
         try:
             if rollout.opening.mode is Mode.BLACK_BOX:
-                return await self._passthrough.forward(request, rollout, path)
+                return await self._passthrough.forward(request, rollout, path, nearest.dialect)
             dialect, route = self._route(request, rollout, path) or (nearest, None)
             if route is None:
                 return _problem(dialect, outcomes.UNKNOWN_ROUTE)
