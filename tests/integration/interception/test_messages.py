@@ -255,16 +255,16 @@ async def test_a_bad_body_is_an_invalid_request_that_names_the_field(service: An
     assert caught.value.error_code == "image_unsupported"
 
 
-async def test_a_used_up_budget_is_a_403_that_no_sdk_repeats(service: Any) -> None:
-    """R35, R88: permission_error with its code."""
+async def test_a_used_up_budget_is_a_402_that_no_sdk_and_no_agent_repeats(service: Any) -> None:
+    """R35, R88: billing_error with its code."""
     rollout = await service.open(budgets=interception_pb2.Budgets(max_calls=1))
     trainer = await service.trainer()
     task = asking(rollout)
     await trainer.answer("ok")
     await task
-    with pytest.raises(anthropic.PermissionDeniedError) as caught:
+    with pytest.raises(anthropic.PaymentRequiredError) as caught:
         await asking(rollout, [{"role": "user", "content": "more"}], max_retries=3)
-    assert (caught.value.type, caught.value.error_code) == ("permission_error", "budget_exhausted")
+    assert (caught.value.type, caught.value.error_code) == ("billing_error", "budget_exhausted")
 
 
 async def test_too_much_at_once_is_429_and_too_large_is_413(start: Any) -> None:
@@ -376,7 +376,7 @@ async def test_a_route_that_is_not_there_is_said_in_the_dialect(
 
 
 async def test_black_box_sends_the_endpoints_key_where_the_dialect_has_it_and_counts_no_counting(service: Any) -> None:
-    """R11, R88: bearer, and x-api-key for who sent one, are the endpoint's; count_tokens is forwarded and is no call."""
+    """R11, R88: bearer, and x-api-key for who sent one, are the endpoint's; count_tokens passes and is no call."""
     seen: list[tuple[str, Any]] = []
 
     async def answer(request: web.Request) -> web.Response:

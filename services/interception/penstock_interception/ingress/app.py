@@ -239,7 +239,9 @@ def _problem(dialect: DialectCodec, problem: Problem) -> web.Response:
     headers = {"x-should-retry": "true" if problem.retry else "false"}
     if problem.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(problem.retry_after_s)))
-    return web.Response(status=problem.status, body=dialect.problem(problem), content_type=_JSON, headers=headers)
+    return web.Response(
+        status=dialect.status(problem), body=dialect.problem(problem), content_type=_JSON, headers=headers
+    )
 
 
 async def _alive(_request: web.Request) -> web.Response:

@@ -70,6 +70,10 @@ class Messages(DialectCodec):
     def parse(self, body: bytes, route: Route) -> ChatRequest:
         return parse_messages(body, counting=route.ask is Ask.COUNT)
 
+    def status(self, problem: Problem) -> int:
+        # Claude Code repeats a 403 for minutes, as it does a 401, to see whether its key was renewed; a 402 ends it.
+        return 402 if problem.code == "budget_exhausted" else problem.status
+
     def problem(self, problem: Problem) -> bytes:
         return orjson.dumps(_error(problem))
 
@@ -208,7 +212,8 @@ def _usage(call: Call) -> dict[str, Any]:
 
 
 def _error(problem: Problem) -> dict[str, Any]:
-    kind = _TYPES.get(problem.status, "api_error" if problem.status >= 500 else "invalid_request_error")
+    kind = "api_error" if problem.status >= 500 else "invalid_request_error"
+    kind = "billing_error" if problem.code == "budget_exhausted" else _TYPES.get(problem.status, kind)
     details = {"error_code": problem.code, **({"param": problem.param} if problem.param is not None else {})}
     return {"type": "error", "error": {"type": kind, "message": problem.message, "details": details}}
 

@@ -34,7 +34,7 @@ def _messages(message: Message) -> Iterator[dict[str, Any]]:
     for result in message.tool_results:
         shown = [TextPart(result.text)] if result.text or not result.images else []
         yield {"role": "tool", "tool_call_id": result.call_id, "content": _content([*shown, *result.images])}
-    said = list(part for part in message.parts if isinstance(part, TextPart | ImagePart))
+    said = [part for part in message.parts if isinstance(part, TextPart | ImagePart)]
     if message.role is Role.TOOL and not said:
         return
     role = Role.USER if message.role is Role.TOOL else message.role
