@@ -160,7 +160,7 @@ class Conversation:
         return self.prompt(later)[: len(seen)] == seen
 
 
-@pytest.fixture(scope="session", params=["ours", "strips_old_reasoning", "shows_call_ids"])
+@pytest.fixture(scope="session", params=["ours", "strips_old_reasoning", "shows_call_ids", "system_first"])
 def codec(request: pytest.FixtureRequest) -> Codec:
     files = tiny.build(TEXTS)
     if request.param != "ours":
