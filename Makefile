@@ -7,6 +7,8 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 SEED ?= 1
 EXTRAS ?= docker,node
+# Processes that share the tests between them; each file's stay in one, for what its tests share.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -29,7 +31,7 @@ demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n 
 .PHONY: test
 test: lint docs ## everything: style, types, protos, layering, links, then all tests
 	@echo "== tests"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: lint
 lint: $(DEV_STAMP) ## style, types, protos and layering
@@ -66,6 +68,12 @@ wheels: $(STAMP) ## bring what the images install from a package index into whee
 .PHONY: bench
 bench: $(STAMP) ## measure; docs/benchmarks.md says what the figures mean
 	@$(BIN)/python -m benchmarks
+
+.PHONY: bench-peers
+bench-peers: $(STAMP) ## measure sandboxes beside bare bubblewrap and SWE-ReX
+	@$(PYTHON) -m venv runs/peers
+	@runs/peers/bin/python -m pip --disable-pip-version-check --quiet install -r benchmarks/peers.txt
+	@$(BIN)/python -m benchmarks sandboxes
 
 .PHONY: docs
 docs: ## check that the documentation's links lead somewhere
