@@ -15,7 +15,7 @@ from tests.support.stack import Running
 from penstock.client import AgentChoice, Completion, Inference, Mode, Upstream
 from penstock.client.chat import TokenIds
 
-AGENTS = ("shell", "opencode", "pi")
+AGENTS = ("shell", "opencode", "pi", "claude-code")
 
 
 def ids_of(completion: Completion | None) -> TokenIds:
@@ -26,8 +26,8 @@ def ids_of(completion: Completion | None) -> TokenIds:
 
 
 def choice(agent: str) -> AgentChoice:
-    """OpenCode asks before it runs a command unless it is told not to."""
-    return AgentChoice(name=agent, skip_permissions=agent == "opencode")
+    """These ask before they run a command unless they are told not to."""
+    return AgentChoice(name=agent, skip_permissions=agent in ("opencode", "claude-code"))
 
 
 @pytest.mark.parametrize("agent", AGENTS)

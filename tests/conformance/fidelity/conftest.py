@@ -16,7 +16,17 @@ import numpy as np
 import pytest
 
 from penstock_codec import Codec, tiny
-from penstock_codec.chat import FinishReason, Message, Tool
+from penstock_codec.chat import (
+    FinishReason,
+    Message,
+    Part,
+    ReasoningPart,
+    Role,
+    TextPart,
+    Tool,
+    ToolCallPart,
+    ToolResultPart,
+)
 from penstock_interception.graph import (
     CallHints,
     CallNode,
@@ -28,6 +38,8 @@ from penstock_interception.graph import (
 )
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, Route
+from penstock_interception.ingress.messages import Messages
+from penstock_interception.ingress.messages_body import signature_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEXTS = ["You are a shell agent. Read the note, then write the file. List the files, please.\n"] * 4
@@ -56,9 +68,35 @@ def over_chat_completions(messages: Sequence[Message]) -> Sequence[Message]:
     return ChatCompletions().parse(body, Route(Ask.COMPLETION)).messages
 
 
+def over_messages(messages: Sequence[Message]) -> Sequence[Message]:
+    """As an Anthropic SDK writes the conversation into a body, and the ingress reads it."""
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        role = "user" if message.role is Role.TOOL else message.role.value
+        written.append({"role": role, "content": [_block(part) for part in message.parts]})
+    body: dict[str, Any] = {"model": "m", "max_tokens": 100, "messages": written}
+    if messages[0].role is Role.SYSTEM:
+        body["system"] = written.pop(0)["content"]
+    return Messages().parse(json.dumps(body).encode(), Route(Ask.COMPLETION)).messages
+
+
+def _block(part: Part) -> dict[str, Any]:
+    match part:
+        case ReasoningPart():
+            return {"type": "thinking", "thinking": part.text, "signature": signature_of(part.text)}
+        case ToolCallPart():
+            return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.arguments_json)}
+        case ToolResultPart():
+            return {"type": "tool_result", "tool_use_id": part.call_id, "content": part.text}
+        case TextPart():
+            return {"type": "text", "text": part.text}
+    raise AssertionError(part)
+
+
 DIALECTS: Mapping[str, Dialect] = {
     "domain": lambda messages: messages,
     "chat_completions": over_chat_completions,
+    "messages": over_messages,
 }
 
 
@@ -122,7 +160,7 @@ class Conversation:
         return self.prompt(later)[: len(seen)] == seen
 
 
-@pytest.fixture(scope="session", params=["ours", "strips_old_reasoning", "shows_call_ids"])
+@pytest.fixture(scope="session", params=["ours", "strips_old_reasoning", "shows_call_ids", "system_first"])
 def codec(request: pytest.FixtureRequest) -> Codec:
     files = tiny.build(TEXTS)
     if request.param != "ours":

@@ -155,6 +155,20 @@ def test_a_conversation_on_the_side_does_not_disturb_the_main_one(conversation: 
     assert conversation.graph.call_classes()[side.call_id] is CallClass.TITLE
 
 
+def test_instructions_in_the_midst_of_a_conversation_are_exact(conversation: Conversation) -> None:
+    """R82: after the user's words, and after a tool's result, whatever the template makes of them."""
+    start = [*START, Message.system("The date is today.")]
+    first = conversation.call(start, CALL)
+    reply = first.sampled.message
+    history = [*start, reply, result_of(reply), Message.system("Be brief.")]
+    second = conversation.call(history, TEXT)
+    assert conversation.continues(second, first)
+    assert "Be brief." in conversation.codec.decode(second.suffix)
+    third = conversation.call([*history, second.sampled.message, MORE, Message.system("Now stop.")], TEXT)
+    assert conversation.continues(third, second)
+    assert third.branch_id == first.branch_id
+
+
 def test_two_results_of_one_turn_are_exact(conversation: Conversation) -> None:
     """R82: parallel tool calls and their results."""
     first = conversation.call(START, TWO_CALLS)

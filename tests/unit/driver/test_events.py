@@ -115,6 +115,34 @@ def test_the_lines_of_the_real_agents_are_understood() -> None:
     ) == [("assistant", "let me"), ("tool_call", None), ("tool_result", "o"), ("done", None)]
 
 
+def test_the_lines_of_claude_code_are_understood() -> None:
+    """R59, R71: as 2.1.329 wrote them, shortened; it also says itself when it failed."""
+
+    def block(kind: str, **block: object) -> dict[str, object]:
+        return {"type": kind, "message": {"content": [block]}}
+
+    lines: list[dict[str, object]] = [
+        {"type": "system", "subtype": "init"},
+        {"type": "system", "subtype": "thinking_tokens", "estimated_tokens": 3},
+        block("assistant", type="thinking", thinking="hm", signature="s"),
+        block("assistant", type="text", text="let me"),
+        block("assistant", type="tool_use", id="t1", name="Bash", input={"command": "ls"}),
+        block("user", type="tool_result", tool_use_id="t1", content="Exit code 1", is_error=True),
+        {"type": "system", "subtype": "api_retry", "attempt": 1, "error": "overloaded"},
+        {"type": "result", "subtype": "success", "is_error": True, "result": "API Error: 402"},
+    ]
+    parser = EventParser(SPECS["claude-code"].events.rules)
+    events = list(parser.feed("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    assert [(event.kind.value, event.data) for event in events] == [
+        ("reasoning", {"text": "hm"}),
+        ("assistant", {"text": "let me"}),
+        ("tool_call", {"id": "t1", "name": "Bash", "arguments": {"command": "ls"}}),
+        ("tool_result", {"id": "t1", "output": "Exit code 1", "is_error": True}),
+        ("error", {"message": "a model call is tried again: overloaded"}),
+        ("done", {"reason": "API Error: 402", "failed": True}),
+    ]
+
+
 def test_pi_says_that_it_failed_although_it_exits_with_0() -> None:
     """R59: seen with an endpoint that refuses connections."""
     parser = EventParser(SPECS["pi"].events.rules)

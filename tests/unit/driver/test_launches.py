@@ -164,11 +164,30 @@ def test_mcp_servers_are_configured_in_the_agents_own_way() -> None:
     assert config["model"] == "gate/Qwen/Q3:x"
 
 
-def test_permission_skipping_flags_are_given_only_when_asked_for() -> None:
+def test_claude_code_is_configured_by_files_alone() -> None:
+    """R1, R10, R69: no secret and no endpoint in its environment or argv; MCP servers of both kinds."""
+    servers = (
+        McpServer("local", ("prog", "a b"), {"A": "b"}, {"S": "secret"}),
+        McpServer("remote", url="http://x/mcp"),
+    )
+    launch = plan_launch(SPECS["claude-code"], AgentChoice(mcp_servers=servers), place(), "task")
+    assert "the-key" not in str((launch.argv, launch.env)) and not launch.secret_env
+    assert place().base_url not in str((launch.argv, launch.env))
+    settings = json.loads(files(launch)["/home/agent/.claude/settings.json"])
+    assert settings["env"]["ANTHROPIC_BASE_URL"] == place().base_url
+    assert files(launch)["/home/agent/.claude/key"] == b"the-key"
+    assert json.loads(files(launch)["/home/agent/.claude.json"])["mcpServers"] == {
+        "local": {"type": "stdio", "command": "prog", "args": ["a b"], "env": {"A": "b", "S": "secret"}},
+        "remote": {"type": "http", "url": "http://x/mcp"},
+    }
+
+
+@pytest.mark.parametrize(("agent", "flag"), [("opencode", "--auto"), ("claude-code", "--dangerously-skip-permissions")])
+def test_permission_skipping_flags_are_given_only_when_asked_for(agent: str, flag: str) -> None:
     """R68."""
-    spec = SPECS["opencode"]
-    assert "--auto" not in plan_launch(spec, AgentChoice(), place(), "t").argv
-    assert "--auto" in plan_launch(spec, AgentChoice(skip_permissions=True), place(), "t").argv
+    spec = SPECS[agent]
+    assert flag not in plan_launch(spec, AgentChoice(), place(), "t").argv
+    assert flag in plan_launch(spec, AgentChoice(skip_permissions=True), place(), "t").argv
 
 
 @pytest.mark.parametrize("model", ["", "-x", "a b", "{{key}}", "a\nb", "{env:X}", "x" * 300])

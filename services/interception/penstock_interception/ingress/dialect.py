@@ -76,6 +76,10 @@ class DialectCodec(ABC):
         the call.
         """
 
+    def status(self, problem: Problem) -> int:
+        """An error's HTTP status, where agents of this dialect understand another one better."""
+        return problem.status
+
     @abstractmethod
     def problem(self, problem: Problem) -> bytes:
         """An error's body."""
