@@ -302,6 +302,19 @@ def test_a_sub_agent_runs_beside_the_main_line(conversation: Conversation) -> No
     assert classes[first.call_id] is classes[second.call_id] is CallClass.MAIN
 
 
+def test_a_sub_agent_that_starts_as_the_main_line_did_is_told_apart_by_its_session(conversation: Conversation) -> None:
+    """R85: Codex begins both with the same description of the machine; its header names the thread."""
+    main, other = CallHints(session="main"), CallHints(session="other")
+    first = conversation.call([*START, Message.user("Go.")], CALL, hints=main)
+    sub = conversation.call([*START, Message.user("Look.")], CALL, hints=other)
+    reply = sub.sampled.message
+    last = conversation.call([*START, Message.user("Look."), reply, result_of(reply)], TEXT, hints=other)
+    assert conversation.continues(last, sub)
+    classes = conversation.graph.call_classes()
+    assert classes[first.call_id] is CallClass.MAIN
+    assert classes[sub.call_id] is classes[last.call_id] is CallClass.SUB_AGENT
+
+
 def test_the_answer_that_the_agent_went_on_with_is_the_main_line_and_the_other_a_retry(
     conversation: Conversation,
 ) -> None:

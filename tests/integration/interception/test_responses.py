@@ -162,13 +162,13 @@ async def test_the_sdks_own_accumulation_of_a_stream_is_the_whole_answer(service
     assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "apply_patch", "*** Begin Patch")
     assert (note.type, note.namespace, note.name) == ("function_call", "mcp__notes", "read")
     assert (shell.type, shell.action.command, shell.action.timeout_ms) == ("local_shell_call", ["ls"], 5)
-    assert (wrong.type, wrong.name) == ("function_call", "apply_patch")
+    assert (wrong.type, wrong.input) == ("custom_tool_call", '{"patch":"not the argument it has"}')
     outputs = [
         _result(plain.call_id, "a"),
         {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "ok"},
         _result(note.call_id, [{"type": "input_text", "text": "b"}]),
         {"type": "local_shell_call_output", "id": shell.call_id, "output": "c"},
-        _result(wrong.call_id, "unsupported call"),
+        {"type": "custom_tool_call_output", "call_id": wrong.call_id, "output": "no patch"},
     ]
     items = [item.model_dump(exclude_none=True) for item in final.output]
     task = asking(rollout, input=[{"role": "user", "content": ASK}, *items, *outputs], tools=tools)

@@ -265,7 +265,8 @@ def _said(item: Any) -> list[Part] | None:
         case FunctionCallItem():
             return [ToolCallPart(item.call_id, flat_name(item.name, item.namespace), item.arguments)]
         case CustomCallItem():
-            return [ToolCallPart(item.call_id, flat_name(item.name, item.namespace), custom_arguments(item.input))]
+            arguments = custom_arguments(item.input, item.id)
+            return [ToolCallPart(item.call_id, flat_name(item.name, item.namespace), arguments)]
         case LocalShellCallItem():
             return [ToolCallPart(item.call_id, SHAPES["local_shell"].tool.name, shaped_arguments(item.action))]
         case ShellCallItem():

@@ -2,8 +2,8 @@
 
 The model only knows functions with JSON arguments. A kind with a shape of its own (free text, shell commands, patches)
 is told to the model as a function, and its calls are written in that shape where their arguments fit it exactly, so
-that an echo of the item is the same call again. Where they do not fit, the call is written as a plain function call:
-the client then tells the model that it is wrong, in its own words.
+that an echo of the item is the same call again. Where they do not fit, the client gets what the model wrote (arguments
+as free text, or a plain function call) and tells the model that it is wrong, in its own words.
 
 A tool of a namespace has the namespace before its name, joined by two underscores.
 """
@@ -24,6 +24,9 @@ ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$"
 
 MAX_TOOLS = 4096
 _JOINT: Final = "__"
+# How the ids of calls with free text begin: of those that have it, and of those whose arguments are something else.
+_CUSTOM: Final = "ctc_"
+_CUSTOM_RAW: Final = "ctx_"
 _HOSTED: Final = (
     "web_search",
     "file_search",
@@ -190,9 +193,9 @@ def flat_name(name: str, namespace: str | None) -> str:
     return f"{namespace}{name}" if namespace.endswith(_JOINT) else f"{namespace}{_JOINT}{name}"
 
 
-def custom_arguments(text: str) -> str:
-    """The arguments of a call whose input is free text."""
-    return orjson.dumps({"input": text}).decode()
+def custom_arguments(text: str, item_id: str | None) -> str:
+    """The arguments of a call whose input is free text; the id of an item that we made says if the text is they."""
+    return text if (item_id or "").startswith(_CUSTOM_RAW) else orjson.dumps({"input": text}).decode()
 
 
 def shaped_arguments(action: Arguments) -> str:
@@ -203,11 +206,11 @@ def shaped_arguments(action: Arguments) -> str:
 def call_item(call: ToolCallPart, known: Known | None, mark: str) -> dict[str, Any]:
     """The output item of a call; `mark` makes its id."""
     arguments = _object(call.arguments_json)
-    if known is not None and known.kind == "custom" and arguments is not None:
-        text = arguments.get("input")
-        if len(arguments) == 1 and isinstance(text, str):
-            item = {"type": "custom_tool_call", "id": f"ctc_{mark}", "call_id": call.id, "name": known.name}
-            return {**item, "input": text, **_namespace(known)}
+    if known is not None and known.kind == "custom":
+        text = arguments.get("input") if arguments is not None and len(arguments) == 1 else None
+        kind, text = (_CUSTOM, text) if isinstance(text, str) else (_CUSTOM_RAW, call.arguments_json)
+        item = {"type": "custom_tool_call", "id": f"{kind}{mark}", "call_id": call.id, "name": known.name}
+        return {**item, "input": text, **_namespace(known)}
     shape = SHAPES.get(known.kind) if known is not None else None
     if shape is not None and arguments is not None:
         try:
