@@ -37,9 +37,15 @@ def refusal(error: ValidationError, body: Mapping[str, Any]) -> BadRequest:
     """The finding that says most of a body."""
     found = error.errors(include_input=False, include_url=False, include_context=False)
     # Of the members of a union, the one that got furthest says most.
-    first = max((item for item in found if item["loc"][:2] == found[0]["loc"][:2]), key=lambda item: len(item["loc"]))
+    place = _place(found[0]["loc"])
+    first = max((item for item in found if _place(item["loc"]) == place), key=lambda item: len(item["loc"]))
     param = _path(first["loc"], body)
     return BadRequest(f"{param or 'body'}: {first['msg']}.", param, "invalid_value")
+
+
+def _place(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """The field, and which of its items."""
+    return location[:2] if len(location) > 1 and isinstance(location[1], int) else location[:1]
 
 
 def _path(location: tuple[int | str, ...], value: Any) -> str | None:
