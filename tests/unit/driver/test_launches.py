@@ -155,7 +155,7 @@ def test_whole_numbers_stay_whole() -> None:
 
 
 def test_mcp_servers_are_configured_in_the_agents_own_way() -> None:
-    """R69: OpenCode's configuration has each server, secrets of a server included, and nothing else is lost."""
+    """R69: the agent's configuration has each server, secrets of a server included, and nothing else is lost."""
     servers = (
         McpServer("local", ("prog", "a b"), {"A": "b"}, {"S": "secret"}),
         McpServer("remote", url="http://127.0.0.1:9/mcp"),
@@ -166,6 +166,12 @@ def test_mcp_servers_are_configured_in_the_agents_own_way() -> None:
     assert config["mcp"]["local"]["environment"] == {"A": "b", "S": "secret"}
     assert config["mcp"]["remote"] == {"type": "remote", "url": "http://127.0.0.1:9/mcp", "enabled": True}
     assert config["model"] == "gate/Qwen/Q3:x"
+    launch = plan_launch(SPECS["codex"], AgentChoice(mcp_servers=servers), place(), "task")
+    config = tree("config.toml", files(launch)["/home/agent/.codex/config.toml"])
+    local, remote = config["mcp_servers"]["local"], config["mcp_servers"]["remote"]
+    assert local == {"command": "prog", "args": ["a b"], "env": {"A": "b", "S": "secret"}}
+    assert remote == {"url": "http://127.0.0.1:9/mcp"}
+    assert config["model"] == "Qwen/Q3:x"
 
 
 def test_permission_skipping_flags_are_given_only_when_asked_for() -> None:
