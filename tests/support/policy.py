@@ -38,6 +38,8 @@ def calling(tool: str, **arguments: str) -> str:
 SHELLS: Mapping[str, Callable[[str], str]] = {
     # Claude Code
     "Claude Agent SDK": lambda command: calling("Bash", command=command, description="Does the work"),
+    # Codex
+    "\nexec_command: ": lambda command: calling("exec_command", cmd=command),
 }
 """How agents that have no tool `bash` run a command, by what of their prompts tells them apart."""
 

@@ -28,6 +28,7 @@ from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, DialectCodec, Route
 from penstock_interception.ingress.messages import Messages
 from penstock_interception.ingress.passthrough import Passthrough
+from penstock_interception.ingress.responses import Responses
 from penstock_interception.requests import ChatRequest
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import RolloutGateServicer, register_gate
@@ -72,7 +73,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         )
         codecs = CodecCache(settings.state_dir / "tokenizers", pool)
         tasks = await stack.enter_async_context(_cancelled_at_exit())
-        dialects: tuple[DialectCodec, ...] = (ChatCompletions(), Messages())
+        dialects: tuple[DialectCodec, ...] = (ChatCompletions(), Responses(), Messages())
         parse = partial(_parse, {dialect.dialect: dialect for dialect in dialects})
         sources = await _sources(settings, codecs, http, parse, stack)
         turns = Turns(

@@ -40,6 +40,7 @@ from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, Route
 from penstock_interception.ingress.messages import Messages
 from penstock_interception.ingress.messages_body import signature_of
+from penstock_interception.ingress.responses import Responses
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEXTS = ["You are a shell agent. Read the note, then write the file. List the files, please.\n"] * 4
@@ -93,10 +94,34 @@ def _block(part: Part) -> dict[str, Any]:
     raise AssertionError(part)
 
 
+def over_responses(messages: Sequence[Message]) -> Sequence[Message]:
+    """As an OpenAI SDK writes the conversation into the items of a response's input, and the ingress reads it."""
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        if message.reasoning:
+            thought = {"type": "reasoning_text", "text": message.reasoning}
+            written.append({"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]})
+        written += [
+            {"type": "function_call_output", "call_id": result.call_id, "output": result.text}
+            for result in message.tool_results
+        ]
+        if message.text and not message.tool_results:
+            kind = "output_text" if message.role is Role.ASSISTANT else "input_text"
+            content = [{"type": kind, "text": message.text}]
+            written.append({"type": "message", "role": message.role.value, "content": content})
+        written += [
+            {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments_json}
+            for call in message.tool_calls
+        ]
+    body = json.dumps({"model": "m", "input": written}).encode()
+    return Responses().parse(body, Route(Ask.COMPLETION)).messages
+
+
 DIALECTS: Mapping[str, Dialect] = {
     "domain": lambda messages: messages,
     "chat_completions": over_chat_completions,
     "messages": over_messages,
+    "responses": over_responses,
 }
 
 

@@ -89,7 +89,7 @@ def test_the_direct_evaluation_of_an_expression_is_jmespaths_own(value: object) 
 
 
 def test_the_lines_of_the_real_agents_are_understood() -> None:
-    """R71: lines as OpenCode 1.18.33 and Pi 0.74.2 wrote them, shortened."""
+    """R71: lines as OpenCode 1.18.33, Pi 0.74.2 and Codex 0.169.0 wrote them, shortened."""
 
     def kinds(agent: str, *lines: object) -> list[tuple[str, object]]:
         parser = EventParser(SPECS[agent].events.rules)
@@ -113,6 +113,35 @@ def test_the_lines_of_the_real_agents_are_understood() -> None:
         {"type": "tool_execution_end", "result": {"content": [{"type": "text", "text": "o"}]}, "isError": False},
         {"type": "agent_end", "messages": [{"stopReason": "stop"}]},
     ) == [("assistant", "let me"), ("tool_call", None), ("tool_result", "o"), ("done", None)]
+    command = {"id": "item_3", "type": "command_execution", "command": "/bin/bash -lc ls"}
+    tool = {"id": "item_4", "type": "mcp_tool_call", "server": "notes", "tool": "read", "arguments": {"which": "a"}}
+    content = [{"type": "text", "text": "kiwi"}, {"type": "image", "data": "AA=="}]
+    assert kinds(
+        "codex",
+        {"type": "thread.started", "thread_id": "t"},
+        {"type": "item.completed", "item": {"type": "error", "message": "Model metadata for `m` not found."}},
+        {"type": "turn.started"},
+        {"type": "item.completed", "item": {"id": "item_1", "type": "reasoning", "text": "hm"}},
+        {"type": "item.completed", "item": {"id": "item_2", "type": "agent_message", "text": "let me"}},
+        {"type": "item.started", "item": {**command, "aggregated_output": "", "status": "in_progress"}},
+        {
+            "type": "item.completed",
+            "item": {**command, "aggregated_output": "o", "exit_code": 0, "status": "completed"},
+        },
+        {"type": "item.started", "item": {**tool, "result": None, "error": None}},
+        {"type": "item.completed", "item": {**tool, "result": {"content": content}, "error": None}},
+        {"type": "error", "message": "Reconnecting... 1/5"},
+        {"type": "turn.completed", "usage": {}},
+    ) == [
+        ("reasoning", "hm"),
+        ("assistant", "let me"),
+        ("tool_call", None),
+        ("tool_result", "o"),
+        ("tool_call", None),
+        ("tool_result", "kiwi"),
+        ("error", None),
+        ("done", None),
+    ]
 
 
 def test_the_lines_of_claude_code_are_understood() -> None:

@@ -144,7 +144,7 @@ class Ingress:
     ) -> web.StreamResponse:
         headers = request.headers
         parsed, identity = await self._read(
-            body, lambda: (dialect.parse(body, route), identify(dialect.dialect, headers, body))
+            body, lambda: (dialect.parse(body, route), identify(dialect, headers, body))
         )
         call = same_call(rollout, identity)
         if call is None:
@@ -199,15 +199,15 @@ class Ingress:
             return _problem(dialect, problem)
         response = web.StreamResponse(headers=_STREAM_HEADERS)
         await response.prepare(request)
-        opening = dialect.stream_open(call, parsed)
+        stream = dialect.stream(call, parsed)
+        opening = stream.open()
         if opening:
             await response.write(opening)
         while not call.ended.done():
-            await response.write(dialect.stream_keep_alive())
+            await response.write(stream.keep_alive())
             await asyncio.wait([call.ended], timeout=self._limits.keep_alive_s)
         problem = outcomes.of_ended(call)
-        rest = dialect.stream_answer(call, parsed) if problem is None else dialect.stream_problem(problem)
-        await response.write(rest)
+        await response.write(stream.answer() if problem is None else stream.problem(problem))
         await response.write_eof()
         if call.state is CallState.DELIVERED:
             self._turns.gate.told(call)
