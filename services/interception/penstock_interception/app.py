@@ -26,6 +26,7 @@ from penstock_interception.gate import Gate, GateLimits
 from penstock_interception.ingress.app import Ingress, IngressLimits
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, DialectCodec, Route
+from penstock_interception.ingress.generate_content import GenerateContent
 from penstock_interception.ingress.passthrough import Passthrough
 from penstock_interception.requests import ChatRequest
 from penstock_interception.rpc.frames import CallWriter
@@ -72,7 +73,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         codecs = CodecCache(settings.state_dir / "tokenizers", pool)
         sources = await _sources(settings, codecs, http, stack)
         tasks = await stack.enter_async_context(_cancelled_at_exit())
-        dialects: tuple[DialectCodec, ...] = (ChatCompletions(),)
+        dialects: tuple[DialectCodec, ...] = (ChatCompletions(), GenerateContent())
         parse = partial(_parse, {dialect.dialect: dialect for dialect in dialects})
         turns = Turns(
             store, sources, tasks, pool, parse=parse, limits=_limits(settings), closed_kept=settings.closed_kept

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from penstock_codec import Codec, tiny
-from penstock_codec.chat import FinishReason, Message, Tool
+from penstock_codec.chat import FinishReason, Message, ReasoningPart, Role, TextPart, Tool, ToolCallPart
 from penstock_interception.graph import (
     CallHints,
     CallNode,
@@ -28,6 +28,7 @@ from penstock_interception.graph import (
 )
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, Route
+from penstock_interception.ingress.generate_content import GenerateContent
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEXTS = ["You are a shell agent. Read the note, then write the file. List the files, please.\n"] * 4
@@ -56,9 +57,34 @@ def over_chat_completions(messages: Sequence[Message]) -> Sequence[Message]:
     return ChatCompletions().parse(body, Route(Ask.COMPLETION)).messages
 
 
+def over_generate_content(messages: Sequence[Message]) -> Sequence[Message]:
+    """As google-genai writes the conversation into a body, and the ingress reads it."""
+    system = [{"text": message.text} for message in messages if message.role is Role.SYSTEM]
+    contents: list[dict[str, Any]] = []
+    for message in messages:
+        parts: list[dict[str, Any]] = []
+        for part in message.parts:
+            match part:
+                case TextPart():
+                    parts.append({"text": part.text})
+                case ReasoningPart():
+                    parts.append({"text": part.text, "thought": True, "thoughtSignature": "c2lnbmF0dXJl"})
+                case ToolCallPart():
+                    call = {"id": part.id, "name": part.name, "args": json.loads(part.arguments_json)}
+                    parts.append({"functionCall": call})
+        for result in message.tool_results:
+            response = {"id": result.call_id, "name": "bash", "response": {"output": result.text}}
+            parts.append({"functionResponse": response})
+        if message.role is not Role.SYSTEM:
+            contents.append({"role": "model" if message.role is Role.ASSISTANT else "user", "parts": parts})
+    body = {"contents": contents, **({"systemInstruction": {"parts": system}} if system else {})}
+    return GenerateContent().parse(json.dumps(body).encode(), Route(Ask.COMPLETION, "m", False)).messages
+
+
 DIALECTS: Mapping[str, Dialect] = {
     "domain": lambda messages: messages,
     "chat_completions": over_chat_completions,
+    "generate_content": over_generate_content,
 }
 
 

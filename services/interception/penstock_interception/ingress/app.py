@@ -35,7 +35,6 @@ MAX_SESSION_HEADER = 256
 INLINE_BODY_BYTES = 256 << 10
 _JSON: Final = "application/json"
 _STREAM_HEADERS: Final = {
-    "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache, no-transform",
     "x-accel-buffering": "no",
 }
@@ -78,7 +77,7 @@ class Ingress:
 
     async def _rollout(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"]
-        nearest = self._nearest(path)
+        nearest = self._nearest(request, path)
         rollout = self._turns.gate.authorise(request.match_info["rollout_id"], _credential(request))
         if rollout is None:
             return _problem(nearest, outcomes.UNAUTHORISED)
@@ -195,7 +194,7 @@ class Ingress:
             await asyncio.wait([call.ended], timeout=self._limits.first_byte_s)
         if call.ended.done() and (problem := outcomes.of_ended(call)) is not None:
             return _problem(dialect, problem)
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        response = web.StreamResponse(headers={**_STREAM_HEADERS, "content-type": dialect.stream_type(parsed)})
         await response.prepare(request)
         opening = dialect.stream_open(call, parsed)
         if opening:
@@ -204,15 +203,18 @@ class Ingress:
             await response.write(dialect.stream_keep_alive())
             await asyncio.wait([call.ended], timeout=self._limits.keep_alive_s)
         problem = outcomes.of_ended(call)
-        rest = dialect.stream_answer(call, parsed) if problem is None else dialect.stream_problem(problem)
+        rest = dialect.stream_answer(call, parsed) if problem is None else dialect.stream_problem(problem, parsed)
         await response.write(rest)
         await response.write_eof()
         if call.state is CallState.DELIVERED:
             self._turns.gate.told(call)
         return response
 
-    def _nearest(self, path: str) -> DialectCodec:
-        """The dialect whose way of saying no fits a path best."""
+    def _nearest(self, request: web.Request, path: str) -> DialectCodec:
+        """The dialect whose way of saying no fits best: that of the route, else that of the family."""
+        for dialect in self._dialects:
+            if dialect.route(request.method, path, request.query, request.headers) is not None:
+                return dialect
         return next((dialect for dialect in self._dialects if dialect.owns(path)), self._dialects[0])
 
 

@@ -103,7 +103,7 @@ class ChatCompletions(DialectCodec):
         events.append(b"data: [DONE]\n\n")
         return b"".join(events)
 
-    def stream_problem(self, problem: Problem) -> bytes:
+    def stream_problem(self, problem: Problem, request: ChatRequest) -> bytes:
         return _event({"error": _error(problem)})
 
     def models(self, name: str) -> bytes:
