@@ -26,8 +26,37 @@ Reply = Callable[[str], str]
 
 
 def bash(command: str, **more: str) -> str:
-    """An answer that calls the tool `bash`, which every agent of the tests has."""
-    return f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': {'command': command, **more}})}\n</tool_call>"
+    """An answer that calls the tool `bash`, which most agents of the tests have."""
+    return shell("bash", command, **more)
+
+
+def shell(tool: str, command: str, **more: str) -> str:
+    """An answer that runs a command with a tool of that name."""
+    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': {'command': command, **more}})}\n</tool_call>"
+
+
+RUN_SHELL_COMMAND = "run_shell_command"
+"""The shell tool of Gemini CLI and of Qwen Code, which came of it."""
+
+
+def in_shell(command: str, **more: str) -> Reply:
+    """An answer that runs a command with the tool that the prompt's agent has for that."""
+
+    def reply(prompt: str) -> str:
+        return shell(RUN_SHELL_COMMAND if RUN_SHELL_COMMAND in prompt else "bash", command, **more)
+
+    return reply
+
+
+def once_done(work: Reply, end: str, *, title: str = "A title") -> Reply:
+    """Does the work, and says `end` when its result is there, however many turns the agent made up before."""
+
+    def reply(prompt: str) -> str:
+        if TITLE_SYSTEM_PROMPT in prompt:
+            return title
+        return end if "</tool_response>" in prompt else work(prompt)
+
+    return reply
 
 
 def sampled(text: str) -> tuple[list[int], list[float]]:

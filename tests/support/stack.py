@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import yaml
 from tests.support import toolboxes
-from tests.support.policy import FILES, TITLE_SYSTEM_PROMPT, bash
+from tests.support.policy import FILES, RUN_SHELL_COMMAND, TITLE_SYSTEM_PROMPT, bash, shell
 
 from penstock.client import Penstock, connect
 from penstock.client.stack import LocalStack
@@ -48,6 +48,11 @@ SCRIPT: dict[str, Any] = {
     "strict": False,
     "turns": [
         {"when": {"prompt_contains": TITLE_SYSTEM_PROMPT}, "repeat": True, "reply": "A title"},
+        {
+            "when": {"has_tool_result": False, "prompt_contains": RUN_SHELL_COMMAND},
+            "repeat": True,
+            "reply": shell(RUN_SHELL_COMMAND, "bash work.sh", description="Does the work"),
+        },
         {
             "when": {"has_tool_result": False},
             "repeat": True,

@@ -59,8 +59,10 @@ class Ingress:
         passthrough: Passthrough,
         limits: IngressLimits | None = None,
     ) -> None:
+        """The first of the dialects is asked last, and says no where no other does."""
         self._turns = turns
-        self._dialects = tuple(dialects)
+        self._fallback, *others = dialects
+        self._dialects = (*others, self._fallback)
         self._passthrough = passthrough
         self._limits = limits or IngressLimits()
 
@@ -73,18 +75,18 @@ class Ingress:
         return app
 
     async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
-        return _problem(self._dialects[0], outcomes.UNKNOWN_ROUTE)
+        return _problem(self._fallback, outcomes.UNKNOWN_ROUTE)
 
     async def _rollout(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"]
-        nearest = self._nearest(request, path)
+        nearest = self._nearest(path)
         rollout = self._turns.gate.authorise(request.match_info["rollout_id"], _credential(request))
         if rollout is None:
             return _problem(nearest, outcomes.UNAUTHORISED)
         dialect, route = nearest, None
         try:
             if rollout.opening.mode is Mode.BLACK_BOX:
-                return await self._passthrough.forward(request, rollout, path)
+                return await self._passthrough.forward(request, rollout, path, nearest.dialect)
             dialect, route = self._route(request, rollout, path) or (nearest, None)
             if route is None:
                 return _problem(dialect, outcomes.UNKNOWN_ROUTE)
@@ -210,12 +212,9 @@ class Ingress:
             self._turns.gate.told(call)
         return response
 
-    def _nearest(self, request: web.Request, path: str) -> DialectCodec:
-        """The dialect whose way of saying no fits best: that of the route, else that of the family."""
-        for dialect in self._dialects:
-            if dialect.route(request.method, path, request.query, request.headers) is not None:
-                return dialect
-        return next((dialect for dialect in self._dialects if dialect.owns(path)), self._dialects[0])
+    def _nearest(self, path: str) -> DialectCodec:
+        """The dialect whose way of saying no fits a path best."""
+        return next((dialect for dialect in self._dialects if dialect.owns(path)), self._fallback)
 
 
 def _credential(request: web.Request) -> str:

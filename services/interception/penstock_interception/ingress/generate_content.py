@@ -30,12 +30,9 @@ _ACTIONS: Final = {
     "countTokens": Ask.COUNT,
 }
 _JSON: Final = "application/json"
+_CLIENT: Final = "x-goog-api-client"
 _STREAM: Final = "streamGenerateContent"
-_FINISH: Final = {
-    FinishReason.LENGTH: "MAX_TOKENS",
-    FinishReason.CONTENT_FILTER: "SAFETY",
-    FinishReason.ABORT: "OTHER",
-}
+_FINISH: Final = {FinishReason.LENGTH: "MAX_TOKENS", FinishReason.CONTENT_FILTER: "SAFETY"}
 _STATUSES: Final = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -70,8 +67,8 @@ class GenerateContent(DialectCodec):
             stream = found["action"] == _STREAM
             return Route(ask, found["model"], stream, array=stream and query.get("alt") != "sse")
         found = _MODELS.fullmatch(path)
-        if found is None or method != "GET":
-            return None
+        if found is None or method != "GET" or (path.startswith("/v1/") and _CLIENT not in headers):
+            return None  # /v1/models is other dialects' too
         return Route(Ask.MODEL, found["model"]) if found["model"] else Route(Ask.MODELS)
 
     def parse(self, body: bytes, route: Route) -> ChatRequest:

@@ -29,8 +29,11 @@ _log = structlog.get_logger(__name__)
 
 # What a model is asked by; the key behind it may open more, such as files or an account, and that is not for agents.
 _OFFERED: Final = re.compile(
-    r"/v1/(chat/completions|completions|responses|messages|messages/count_tokens|embeddings|models(/[A-Za-z0-9_:@-][A-Za-z0-9_.:@-]*)*)"
+    r"/v1/(chat/completions|completions|responses|messages|messages/count_tokens|embeddings)"
+    r"|/v1(beta)?/models(/[A-Za-z0-9_:@-][A-Za-z0-9_.:@-]*)*"
 )
+# The version is the base URL's matter.
+_VERSION: Final = re.compile(r"^/v1(beta)?(?=/)")
 
 _HOP: Final = frozenset(
     {
@@ -68,7 +71,7 @@ class Passthrough:
         self._sources = sources
         self._http = http
 
-    async def forward(self, request: web.Request, rollout: Rollout, path: str) -> web.StreamResponse:
+    async def forward(self, request: web.Request, rollout: Rollout, path: str, dialect: Dialect) -> web.StreamResponse:
         """One request there and its answer back, streamed as it comes."""
         source = self._sources.source(rollout.opening.mode, rollout.opening.source, rollout.caller_key)
         if not isinstance(source, UpstreamSource):
@@ -78,10 +81,10 @@ class Passthrough:
         body = await request.read()
         call = None
         if request.method == "POST":
-            call = self._turns.gate.admit(rollout, _arrival(body))
+            call = self._turns.gate.admit(rollout, _arrival(body, dialect))
             self._turns.gate.journal(call)
         try:
-            return await self._exchange(request, source, path.removeprefix("/v1"), body, call)
+            return await self._exchange(request, source, path, body, call)
         except (aiohttp.ClientError, TimeoutError) as error:
             _log.warning("upstream unreachable", rollout_id=rollout.id, error=type(error).__name__)
             if call is not None:
@@ -98,10 +101,12 @@ class Passthrough:
         self, request: web.Request, source: UpstreamSource, path: str, body: bytes, call: Call | None
     ) -> web.StreamResponse:
         headers = _onward(request.headers)
-        headers.update(source.credentials())
+        headers.update(source.credentials("x-goog-api-key" if "x-goog-api-key" in request.headers else "authorization"))
         # As it is: nothing of what the agent wrote is decoded or resolved once more on the way.
         url = URL(
-            source.base_url + path + (f"?{request.rel_url.raw_query_string}" if request.query_string else ""),
+            source.base_url
+            + _VERSION.sub("", path)
+            + (f"?{request.rel_url.raw_query_string}" if request.query_string else ""),
             encoded=True,
         )
         async with self._http.request(
@@ -120,10 +125,10 @@ class Passthrough:
         return response
 
 
-def _arrival(body: bytes) -> Arrival:
+def _arrival(body: bytes, dialect: Dialect) -> Arrival:
     """A request whose content nobody looks at: not even its digest is kept."""
     return Arrival(
-        dialect=Dialect.CHAT_COMPLETIONS,
+        dialect=dialect,
         body=b"",
         body_sha256=hashlib.sha256(body).digest(),
         retry_key="once:" + secrets.token_hex(8),

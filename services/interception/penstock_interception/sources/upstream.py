@@ -49,12 +49,15 @@ class UpstreamSource(ModelSource):
         self._http = http
         self._shown = shown
         self.base_url = base_url.rstrip("/")
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
+        self._headers = self.credentials()
         self._model = model
 
-    def credentials(self) -> dict[str, str]:
-        """The headers that carry the endpoint's key; for this endpoint only (R11)."""
-        return dict(self._headers)
+    def credentials(self, header: str = "authorization") -> dict[str, str]:
+        """The header that carries the endpoint's key, a bearer token or the bare key; for this endpoint only (R11)."""
+        if not self._api_key:
+            return {}
+        return {header: f"Bearer {self._api_key}" if header == "authorization" else self._api_key}
 
     async def resolve(self, asked_model: str) -> Resolved:
         """Any answer of the endpoint at all means that it can be reached."""
