@@ -45,7 +45,7 @@ def holds(tree: Any, value: Any) -> bool:
 @everyone
 @given(key=st.one_of(st.sampled_from(NASTY), ANYTHING.filter(str.strip)))
 def test_a_key_of_any_form_reaches_the_agent_in_a_file_and_in_no_argument(spec: AgentSpec, key: str) -> None:
-    """R1, R2: for every built-in agent; the key is a file's whole content or one value of a JSON file."""
+    """R1, R2: for every built-in agent; the key is a file's whole content, its last line's, or one value of JSON."""
     marked = f"<{key}>"
     launch = plan_launch(spec, AgentChoice(), place(api_key=marked), "task")
     assert not any(marked in argument for argument in launch.argv)
@@ -53,7 +53,9 @@ def test_a_key_of_any_form_reaches_the_agent_in_a_file_and_in_no_argument(spec: 
     found = [
         path
         for path, content in files(launch).items()
-        if content == marked.encode() or (path.endswith(".json") and holds(json.loads(content), marked))
+        if content == marked.encode()
+        or content.endswith(b"_KEY=" + marked.encode())
+        or (path.endswith(".json") and holds(json.loads(content), marked))
     ]
     assert len(found) == 1
 
@@ -102,7 +104,9 @@ def test_the_model_endpoint_is_in_a_file_and_not_in_the_environment_of_the_agent
     """R10, R18: the base URL arrives, and only by file."""
     launch = plan_launch(spec, AgentChoice(), place(), "task")
     assert any(
-        path.endswith(".json") and holds(json.loads(content), place().base_url)
+        holds(json.loads(content), place().base_url)
+        if path.endswith(".json")
+        else f"_BASE_URL={place().base_url}\n" in content.decode()
         for path, content in files(launch).items()
     )
     assert place().base_url not in str(launch.env)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import orjson
 from pydantic import ValidationError
 
 from penstock_codec.chat import Sampling, Tool, ToolChoice, ToolChoiceMode
 from penstock_interception.ingress import generate_content_body as body
 from penstock_interception.ingress.dialect import Ask, BadRequest, Route
 from penstock_interception.ingress.generate_content_schema import json_schema
-from penstock_interception.ingress.generate_content_turns import json_text, messages_of, system_of
+from penstock_interception.ingress.generate_content_turns import messages_of, system_of
+from penstock_interception.ingress.reading import json_object, json_text, refusal
 from penstock_interception.requests import ChatRequest
 
 ARRAY: Final = "array"
@@ -25,6 +25,7 @@ THOUGHTS: Final = "thoughts"
 _IGNORED: Final = frozenset({"model", "safetySettings", "safety_settings", "labels", "serviceTier", "store"})
 _IGNORED_CONFIG: Final = frozenset({"mediaResolution", "media_resolution"})
 _CHOICES: Final = {"ANY": ToolChoiceMode.REQUIRED, "NONE": ToolChoiceMode.NONE}
+_COUNTED: Final = ("generateContentRequest", "generate_content_request")
 _CONFIG: Final = "generationConfig"
 _ALLOWED: Final = "toolConfig.functionCallingConfig.allowedFunctionNames"
 MAX_NAME: Final = 64
@@ -32,22 +33,16 @@ MAX_NAME: Final = 64
 
 def parse(data: bytes, route: Route) -> ChatRequest:
     """Reads a body. Raises BadRequest and nothing else."""
-    try:
-        value = orjson.loads(data)
-    except ValueError as error:
-        raise BadRequest(f"The body is not JSON: {error}.", None, "invalid_json") from None
-    if isinstance(value, dict) and route.ask is Ask.COUNT:
-        value = next(
-            (value[name] for name in ("generateContentRequest", "generate_content_request") if name in value), value
-        )
-    if not isinstance(value, dict):
-        raise BadRequest("The body is not a JSON object.", None, "invalid_json")
+    value = json_object(data)
+    if route.ask is Ask.COUNT:
+        inner = next((value[name] for name in _COUNTED if name in value), value)
+        if not isinstance(inner, dict):
+            raise BadRequest(f"{_COUNTED[0]}: an object is needed.", _COUNTED[0], "invalid_value")
+        value = inner
     try:
         parsed = body.GenerateContentBody.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
-        param = _path(first["loc"])
-        raise BadRequest(f"{param or 'body'}: {first['msg']}.", param, "invalid_value") from None
+        raise refusal(error, value) from None
     return _request(parsed, route)
 
 
@@ -183,11 +178,3 @@ def _choice(
 
 def _ignored(prefix: str, extra: dict[str, Any] | None, known: frozenset[str]) -> list[str]:
     return [f"{prefix}{name[:MAX_NAME]} was ignored" for name in sorted(extra or {}) if name not in known]
-
-
-def _path(location: tuple[int | str, ...]) -> str | None:
-    """A pydantic location as a client writes it."""
-    path = ""
-    for step in location:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
-    return path or None

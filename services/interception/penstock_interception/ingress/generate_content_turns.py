@@ -13,8 +13,6 @@ import binascii
 from collections.abc import Iterable
 from typing import Any
 
-import orjson
-
 from penstock_codec.chat import (
     ImagePart,
     Message,
@@ -27,6 +25,7 @@ from penstock_codec.chat import (
 )
 from penstock_interception.ingress import generate_content_body as body
 from penstock_interception.ingress.dialect import BadRequest
+from penstock_interception.ingress.reading import json_text
 
 _HOSTED = ("executable_code", "code_execution_result", "tool_call", "tool_response")
 _DATA = ("text", "inline_data", "file_data", "function_call", "function_response", *_HOSTED)
@@ -52,14 +51,6 @@ def system_of(content: body.Content | None) -> tuple[Message, ...]:
             raise BadRequest(f"{where}: a system instruction is text.", where, "invalid_value")
     text = tuple(TextPart(part.text) for part in content.parts if part.text)
     return (Message(Role.SYSTEM, text),) if text else ()
-
-
-def json_text(value: Any, path: str) -> str:
-    """A value as JSON. Raises BadRequest where it nests too deep to be written."""
-    try:
-        return orjson.dumps(value).decode()
-    except TypeError:
-        raise BadRequest(f"{path}: nested too deep.", path, "invalid_value") from None
 
 
 class _History:

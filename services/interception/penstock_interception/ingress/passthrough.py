@@ -34,6 +34,8 @@ _OFFERED: Final = re.compile(
 )
 # The version is the base URL's matter.
 _VERSION: Final = re.compile(r"^/v1(beta)?(?=/)")
+# Where dialects have a key, if not in a bearer token.
+_KEYS: Final = ("x-goog-api-key",)
 
 _HOP: Final = frozenset(
     {
@@ -101,7 +103,7 @@ class Passthrough:
         self, request: web.Request, source: UpstreamSource, path: str, body: bytes, call: Call | None
     ) -> web.StreamResponse:
         headers = _onward(request.headers)
-        headers.update(source.credentials("x-goog-api-key" if "x-goog-api-key" in request.headers else "authorization"))
+        headers.update(source.credentials(next((name for name in _KEYS if name in request.headers), "authorization")))
         # As it is: nothing of what the agent wrote is decoded or resolved once more on the way.
         url = URL(
             source.base_url
