@@ -18,6 +18,8 @@ from penstock.client.chat import TokenIds
 AGENTS = ("shell", "opencode", "pi", "gemini-cli", "qwen-code")
 ASKING = {"opencode", "gemini-cli", "qwen-code"}
 """Agents that ask before they run a command, unless they are told not to."""
+SPOKEN = {"gemini-cli": "generate_content"}
+"""What agents speak, if not chat completions."""
 
 
 def ids_of(completion: Completion | None) -> TokenIds:
@@ -76,6 +78,7 @@ async def test_an_agent_at_the_gate_does_the_task_and_its_trajectory_is_token_ex
     np.testing.assert_array_equal(sample.loss_mask, expected)
     assert [span.call_id for span in sample.turns] == [first.call_id, second.call_id]
     for asked in trainer.calls:
+        assert asked.dialect == SPOKEN.get(agent, "chat_completions")
         np.testing.assert_array_equal(asked.prompt_token_ids, trajectory.prompt_of(asked.call_id))
 
 
@@ -120,7 +123,7 @@ async def test_an_agent_in_a_black_box_is_answered_by_a_callers_endpoint_alone(s
         assert_only_the_endpoint_was_reachable(finished)
         seen = await endpoint.capture()
     assert [call.call_class for call in seen.calls].count("main") == 2
-    said = "contents" if agent == "gemini-cli" else "messages"
+    said = "contents" if agent in SPOKEN else "messages"
     assert all(json.loads(call.request_body)[said] for call in seen.calls)
     trajectory = await handle.trajectory()
     assert trajectory.capture_level == "none"

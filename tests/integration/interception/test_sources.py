@@ -72,6 +72,7 @@ async def upstream(
     app = web.Application()
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post("/v1/models/{name}", chat)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -219,13 +220,13 @@ async def test_black_box_passes_bytes_through_unread_and_counts(service: Any) ->
 
 async def test_black_box_passes_googles_dialect_with_the_key_where_google_looks_for_it(service: Any) -> None:
     """R11, R18: the version is the base URL's, path and query arrive as they were, the agent's own key does not."""
-    async with upstream(lambda _request, _body: web.json_response({"candidates": []})) as (url, seen):
+    async with upstream(lambda request, _body: web.json_response({"asked": request.raw_path})) as (url, seen):
         rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=from_caller(url, SECRET))
         path = "/v1beta/models/m:streamGenerateContent?alt=sse"
         async with aiohttp.ClientSession(headers={"x-goog-api-key": rollout.token}) as http:
             root = rollout.base_url.removesuffix("/v1")
             async with http.post(root + path, json={"contents": ASK}) as answer:
-                assert await answer.json() == {"candidates": []}
+                assert await answer.json() == {"asked": path.replace("/v1beta/", "/v1/")}
             async with http.post(f"{root}/v1beta/files", json={}) as answer:
                 assert (answer.status, (await answer.json())["error"]["status"]) == (400, "INVALID_ARGUMENT")
     headers, body = seen[0]
