@@ -7,6 +7,8 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 SEED ?= 1
 EXTRAS ?= docker,node
+# Processes that share the tests between them; each file's stay in one, for what its tests share.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -29,7 +31,7 @@ demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n 
 .PHONY: test
 test: lint docs ## everything: style, types, protos, layering, links, then all tests
 	@echo "== tests"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: lint
 lint: $(DEV_STAMP) ## style, types, protos and layering

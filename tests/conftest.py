@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -13,6 +14,13 @@ from tests.support.stack import Running, running
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--backend NAME`: which backends the sandbox conformance suite runs on; all of them unless it is given."""
     parser.addoption("--backend", action="append", default=[], help="sandbox conformance on this one only")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> None:
+    """Programs that tests start can be interrupted, also where who started the tests ignores SIGINT (a shell's `&`)."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

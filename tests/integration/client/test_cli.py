@@ -282,6 +282,33 @@ async def test_export_writes_a_file(connection: dict[str, str], task_file: Path,
     assert orjson.loads(file.read_bytes())["reward"] == 1.0
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+async def test_verify_proves_an_export_offline(
+    connection: dict[str, str], task_file: Path, tmp_path: Path, suffix: str
+) -> None:
+    """R82: what was exported is what the gate recorded; a token that was changed is found."""
+    await penstock(
+        "rollout", "--agent", "shell", "--task", str(task_file), "--run-id", f"verify-{suffix}", environment=connection,
+        cwd=tmp_path,
+    )  # fmt: skip
+    turns, samples = tmp_path / f"turns.{suffix}", tmp_path / f"samples.{suffix}"
+    for file, table in ((turns, "turns"), (samples, "sequences")):
+        code, _, err = await penstock(
+            "export", str(file), "--table", table, "--run-id", f"verify-{suffix}", environment=connection
+        )
+        assert code == 0, err
+    code, out, err = await penstock("verify", str(turns), "--sequences", str(samples), "--json")
+    told = orjson.loads(out)
+    assert code == 0 and told["holds"] and told["calls"] > 0 and told["samples"] == 1, (out, err)
+    if suffix == "jsonl":
+        row, *rest = turns.read_bytes().splitlines(keepends=True)
+        changed = orjson.loads(row)
+        changed["completion_token_ids"][0] += 1
+        turns.write_bytes(orjson.dumps(changed) + b"\n" + b"".join(rest))
+        code, out, err = await penstock("verify", str(turns))
+        assert code == 1 and "does not hold" in out and changed["call_id"] in out.replace("\n", ""), (out, err)
+
+
 async def test_doctor_says_what_this_machine_can_do() -> None:
     """Each finding is OK or missing, with what to install; exit code 1 only when the local backend cannot work."""
     code, out, err = await penstock("doctor", "--json")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import orjson
+import pyarrow.parquet as pq
 import pytest
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
@@ -105,6 +106,19 @@ async def test_a_file_appears_when_it_is_complete_and_not_before(tmp_path: Path)
     assert await write(several(3), tmp_path / "x.jsonl", table="turns") == 6
     rows = [orjson.loads(line) for line in (tmp_path / "x.jsonl").read_bytes().splitlines()]
     assert len(rows) == 6 and [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+@pytest.mark.parametrize("table", ["turns", "sequences"])
+async def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, table: str) -> None:
+    """R84: arrays as arrays, nested values as JSON text."""
+    await write(several(600), tmp_path / "x.parquet", table=table)
+    await write(several(600), tmp_path / "x.jsonl", table=table)
+    rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    expected = [orjson.loads(line) for line in (tmp_path / "x.jsonl").read_bytes().splitlines()]
+    assert len(rows) == len(expected) == (1200 if table == "turns" else 600)
+    nested = [name for name, value in expected[0].items() if isinstance(value, dict | list) and value != rows[0][name]]
+    for row, right in zip(rows, expected, strict=True):
+        assert {**row, **{name: orjson.loads(row[name]) for name in nested}} == right
 
 
 async def test_parquet_without_its_package_is_a_named_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

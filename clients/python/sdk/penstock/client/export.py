@@ -85,6 +85,9 @@ def turns(trajectory: Trajectory) -> Iterator[Row]:
             "receive_time": _time(call.receive_time),
             "lease_time": _time(call.lease_time),
             "end_time": _time(call.end_time),
+            "chain_index": call.chain_index,
+            "chain_sha256": call.chain_sha256.hex() or None,
+            "rollout_chain_sha256": trajectory.chain_sha256.hex() or None,
         }
 
 
@@ -252,6 +255,7 @@ _TYPES: Final = {
     "prompt_shared_count": "int32",
     "stop_token_id": "int32",
     "cached_tokens": "int64",
+    "chain_index": "int32",
     "http_attempts": "int32",
     "schema_version": "int32",
     "policy_version_min": "int64",

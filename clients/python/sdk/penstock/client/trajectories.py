@@ -29,6 +29,7 @@ class Call:
     `prompt_suffix_token_ids`; `Trajectory.prompt_of` puts it together. `state` is queued, leased, dispatched,
     delivered, failed, cancelled or expired; `call_class` main, sub_agent, compaction, title, probe or edit.
     `sampled_count` is how many tokens were sampled, known also where the tokens themselves were left out.
+    `chain_sha256` is the rollout's hash chain after the call, `chain_index` its place in it: None unless delivered.
     """
 
     call_id: str
@@ -60,6 +61,8 @@ class Call:
     receive_time: datetime | None
     lease_time: datetime | None
     end_time: datetime | None
+    chain_sha256: bytes = b""
+    chain_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,6 +190,8 @@ def call(message: trajectory_pb2.Call) -> trajectories.Call:
         receive_time=time(message, "receive_time"),
         lease_time=time(message, "lease_time"),
         end_time=time(message, "end_time"),
+        chain_sha256=message.chain_sha256,
+        chain_index=optional(message, "chain_index"),
     )
 
 

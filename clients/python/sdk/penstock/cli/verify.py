@@ -1,0 +1,52 @@
+"""`penstock verify`: does an export hold what the gate recorded?"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from penstock.cli.console import FAILED, OK, clean, out, run
+from penstock.client.proof import read_rows
+from penstock.client.proof import verify as check
+
+_SHOWN = 20
+
+
+def verify(
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="What `penstock export --table turns` wrote.")
+    ],
+    sequences: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="The table of samples too: each trained token is compared."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Compute the hash chains of exported trajectories again, offline."""
+
+    async def work() -> int:
+        proof = check(read_rows(file), read_rows(sequences) if sequences is not None else ())
+        holds = not proof.problems and proof.calls > 0
+        if as_json:
+            out.print(json.dumps({"holds": holds, **asdict(proof)}), soft_wrap=True, markup=False)
+            return OK if holds else FAILED
+        for problem in proof.problems[:_SHOWN]:
+            call = f", call {problem.call_id}" if problem.call_id else ""
+            out.print(
+                f"[red]broken[/]: rollout {escape(clean(problem.rollout_id + call))}: {escape(clean(problem.message))}",
+                soft_wrap=True,
+            )
+        if len(proof.problems) > _SHOWN:
+            out.print(f"and {len(proof.problems) - _SHOWN} more; --json has all")
+        if not proof.calls:
+            out.print("[red]nothing to prove[/]: no call has exact tokens")
+        rest = f"; {proof.unproven} without exact tokens are as stated" if proof.unproven else ""
+        rest += f"; {proof.samples} samples compared" if sequences is not None else ""
+        verdict = "[green]holds[/]" if holds else "[red]does not hold[/]"
+        out.print(f"{verdict}: {proof.rollouts} rollouts, {proof.calls} calls, {proof.tokens} sampled tokens{rest}")
+        return OK if holds else FAILED
+
+    run(work())
