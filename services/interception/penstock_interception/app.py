@@ -26,6 +26,7 @@ from penstock_interception.gate import Gate, GateLimits
 from penstock_interception.ingress.app import Ingress, IngressLimits
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, DialectCodec, Route
+from penstock_interception.ingress.generate_content import GenerateContent
 from penstock_interception.ingress.messages import Messages
 from penstock_interception.ingress.passthrough import Passthrough
 from penstock_interception.ingress.responses import Responses
@@ -73,7 +74,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         )
         codecs = CodecCache(settings.state_dir / "tokenizers", pool)
         tasks = await stack.enter_async_context(_cancelled_at_exit())
-        dialects: tuple[DialectCodec, ...] = (ChatCompletions(), Responses(), Messages())
+        dialects: tuple[DialectCodec, ...] = (ChatCompletions(), Messages(), Responses(), GenerateContent())
         parse = partial(_parse, {dialect.dialect: dialect for dialect in dialects})
         sources = await _sources(settings, codecs, http, parse, stack)
         turns = Turns(

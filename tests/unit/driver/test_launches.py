@@ -52,7 +52,7 @@ def holds(tree: Any, value: Any) -> bool:
 @everyone
 @given(key=st.one_of(st.sampled_from(NASTY), ANYTHING.filter(str.strip)))
 def test_a_key_of_any_form_reaches_the_agent_in_a_file_and_in_no_argument(spec: AgentSpec, key: str) -> None:
-    """R1, R2: for every built-in agent; the key is a file's whole content or one value of a JSON or TOML file."""
+    """R1, R2: for every built-in agent; the key is a file's content, its last line's, or one value of JSON or TOML."""
     marked = f"<{key}>"
     launch = plan_launch(spec, AgentChoice(), place(api_key=marked), "task")
     assert not any(marked in argument for argument in launch.argv)
@@ -60,7 +60,9 @@ def test_a_key_of_any_form_reaches_the_agent_in_a_file_and_in_no_argument(spec: 
     found = [
         path
         for path, content in files(launch).items()
-        if content == marked.encode() or holds(tree(path, content), marked)
+        if content == marked.encode()
+        or content.endswith(b"_KEY=" + marked.encode())
+        or holds(tree(path, content), marked)
     ]
     assert len(found) == 1
 
@@ -108,7 +110,11 @@ def test_every_declared_option_takes_effect(spec: AgentSpec) -> None:
 def test_the_model_endpoint_is_in_a_file_and_not_in_the_environment_of_the_agents_programs(spec: AgentSpec) -> None:
     """R10, R18: the base URL arrives, and only by file."""
     launch = plan_launch(spec, AgentChoice(), place(), "task")
-    assert any(holds(tree(path, content), place().base_url) for path, content in files(launch).items())
+    url = place().base_url
+    assert any(
+        holds(tree(path, content), url) or f"_BASE_URL={url}\n".encode() in content
+        for path, content in files(launch).items()
+    )
     assert place().base_url not in str(launch.env)
     assert not launch.secret_env
 

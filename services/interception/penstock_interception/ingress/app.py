@@ -35,7 +35,6 @@ MAX_SESSION_HEADER = 256
 INLINE_BODY_BYTES = 256 << 10
 _JSON: Final = "application/json"
 _STREAM_HEADERS: Final = {
-    "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache, no-transform",
     "x-accel-buffering": "no",
 }
@@ -197,7 +196,7 @@ class Ingress:
             await asyncio.wait([call.ended], timeout=self._limits.first_byte_s)
         if call.ended.done() and (problem := outcomes.of_ended(call)) is not None:
             return _problem(dialect, problem)
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        response = web.StreamResponse(headers={**_STREAM_HEADERS, "content-type": dialect.stream_type(parsed)})
         await response.prepare(request)
         stream = dialect.stream(call, parsed)
         opening = stream.open()

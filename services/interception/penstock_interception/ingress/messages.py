@@ -19,7 +19,7 @@ import orjson
 
 from penstock_codec.chat import FinishReason, ReasoningPart, TextPart, ToolCallPart, Usage
 from penstock_interception.calls import Call, Dialect
-from penstock_interception.ingress.dialect import Ask, DialectCodec, Problem, Route
+from penstock_interception.ingress.dialect import Ask, PlainStreams, Problem, Route
 from penstock_interception.ingress.messages_body import DISPLAY, parse_messages, signature_of
 from penstock_interception.requests import ChatRequest
 
@@ -44,7 +44,7 @@ _TYPES = {
 _EPOCH = "1970-01-01T00:00:00Z"
 
 
-class Messages(DialectCodec):
+class Messages(PlainStreams):
     """The dialect. Stateless."""
 
     dialect = Dialect.MESSAGES
@@ -107,7 +107,7 @@ class Messages(DialectCodec):
         events.append(_event({"type": "message_stop"}))
         return b"".join(events)
 
-    def stream_problem(self, problem: Problem) -> bytes:
+    def stream_problem(self, problem: Problem, request: ChatRequest) -> bytes:
         return _event(_error(problem))
 
     def count(self, tokens: int) -> bytes:
