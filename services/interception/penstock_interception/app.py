@@ -36,6 +36,7 @@ from penstock_interception.settings import InterceptionSettings
 from penstock_interception.sources.base import ModelSource
 from penstock_interception.sources.registry import Endpoint, Sources
 from penstock_interception.store import CallStore
+from penstock_interception.tools.desk import ToolLimits
 from penstock_interception.turns import Turns
 
 _log = structlog.get_logger(__name__)
@@ -88,7 +89,13 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             IngressLimits(settings.max_body_bytes, settings.first_byte_s, settings.keep_alive_s),
         )
         address = await stack.enter_async_context(_listening(ingress.app(), settings))
-        intercept = InterceptServicer(turns, CallWriter(parse), stopping, heartbeat_s=settings.heartbeat_s)
+        intercept = InterceptServicer(
+            turns,
+            CallWriter(parse),
+            stopping,
+            heartbeat_s=settings.heartbeat_s,
+            allowed_tools=tuple(settings.host_tools),
+        )
         reached = settings.ingress_address or (f"tls:{address}" if settings.ingress_tls_cert else address)
         gate = RolloutGateServicer(turns, dialects, lambda: reached, stopping)
         yield Service(
@@ -140,6 +147,12 @@ def _limits(settings: InterceptionSettings) -> GateLimits:
         rejoin_grace_s=settings.rejoin_grace_s,
         retention_s=settings.retention_s,
         dispatch=DispatchLimits(resume_window_s=settings.resume_window_s),
+        tools=ToolLimits(
+            max_calls_per_rollout=settings.max_tool_calls,
+            max_open_calls_per_rollout=settings.max_open_tool_calls,
+            max_bytes=settings.max_tool_bytes,
+            call_timeout_s=settings.tool_timeout_s,
+        ),
     )
 
 

@@ -45,7 +45,8 @@ from penstock_interception.ports import (
     Store,
 )
 from penstock_interception.sampling import with_max_tokens
-from penstock_interception.sessions import Selector
+from penstock_interception.sessions import Selector, Session
+from penstock_interception.tools.desk import ToolDesk, ToolLimits
 
 _log = structlog.get_logger(__name__)
 
@@ -59,6 +60,7 @@ class GateLimits:
     rejoin_grace_s: float = 30.0
     retention_s: float = 24 * 3600.0
     dispatch: DispatchLimits = DispatchLimits()  # noqa: RUF009 - immutable
+    tools: ToolLimits = ToolLimits()  # noqa: RUF009 - immutable
 
 
 class Gate:
@@ -77,6 +79,14 @@ class Gate:
         self.sooner = asyncio.Event()
         self._deadlines: Deadlines[DeadlineKey] = Deadlines(self.sooner.set)
         self.dispatcher = Dispatcher(self, clock=self.clock, deadlines=self._deadlines, limits=self.limits.dispatch)
+        self.tools = ToolDesk(
+            store.tools,
+            clock=self.clock,
+            sooner=self.sooner.set,
+            limits=self.limits.tools,
+            resume_window_s=self.limits.dispatch.resume_window_s,
+            rejoin_grace_s=self.limits.rejoin_grace_s,
+        )
         self._rollouts: dict[str, Rollout] = {}
         self._by_request: dict[str, Rollout] = {}
         self._calls: dict[str, Call] = {}
@@ -118,7 +128,8 @@ class Gate:
         salt = secrets.token_hex(16)
         digest = hashlib.sha256(self._store.token_of(opening.rollout_id, salt).encode()).digest()
         rollout = Rollout(opening, salt, digest, self.clock.wall(), facts=facts or ModelFacts(), caller_key=caller_key)
-        written = self._store.put_rollout(rollout)
+        tools = self.tools.open(opening)
+        written = self._store.put_rollout(rollout, tools)
         self._keep(rollout)
         self.dispatcher.link(rollout)
         try:
@@ -128,6 +139,7 @@ class Gate:
             rollout.state = RolloutState.CLOSED
             self._open_rollouts -= 1
             self.dispatcher.unlink(rollout)
+            self.tools.close(rollout.id)
             self._drop(rollout)
             raise
         return rollout
@@ -167,6 +179,7 @@ class Gate:
             self.dispatcher.unlink(rollout)  # first, so that no credit that comes free leases another of its calls
             for call in self._open_calls(rollout):
                 self.cancel(call, "ROLLOUT_CLOSED")
+            self.tools.close(rollout.id)
             self.changes.rollout_closed(rollout)
             self._set_deadline(("retention", rollout.id), self.limits.retention_s)
         for call in self._open_calls(rollout):  # claimed: their commit is under way
@@ -313,14 +326,24 @@ class Gate:
             call.expires += now - max(since, call.received)
             self._set_deadline(("expire", call.id), max(0.0, call.expires - now))
 
+    def session_resumed(self, old: Session, session: Session) -> None:
+        """Its host tools and their calls go along."""
+        self.tools.session_resumed(old, session)
+
+    def session_gone(self, session: Session) -> None:
+        """Its host tools go with it."""
+        self.tools.session_gone(session)
+
     # Time ------------------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
         """When `tick` is due next, on the steady clock; None when nothing waits for time."""
-        return self._deadlines.next()
+        due = [at for at in (self._deadlines.next(), self.tools.next_deadline()) if at is not None]
+        return min(due, default=None)
 
     async def tick(self) -> None:
         """Does what is due."""
+        self.tools.tick()
         for kind, key in self._deadlines.due(self.clock.steady()):
             if kind == "session":
                 self.dispatcher.session_window_over(str(key))

@@ -142,6 +142,8 @@ class Turns:
                 if not call.state.terminal:
                     request = self._parse(call.arrival.dialect, call.arrival.body)
                     self._prepare(call, request, leases.get(call.id))
+        still_open = [rollout.opening for rollout in self.gate.rollouts() if rollout.state is not RolloutState.CLOSED]
+        await self.gate.tools.restore(still_open, self.gate.dispatcher.restore_session)
         return count
 
     # Calls -----------------------------------------------------------------------------------------------------------
