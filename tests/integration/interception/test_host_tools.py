@@ -155,7 +155,7 @@ async def test_several_calls_are_under_way_at_once_and_each_gets_its_own_result(
     async with connected(url_of(service, rollout), rollout.token) as agent:
         asking = [asyncio.create_task(agent.call_tool("lookup", {"word": word})) for word in words]
         calls = await tool_calls(trainer, len(words))
-        results = [result(call, {"text": call.arguments["word"] + "!"}) for call in reversed(calls)]
+        results = [result(call, {"text": f"{call.arguments['word']}!"}) for call in reversed(calls)]
         await answer(trainer, *results)
         assert [text_of(told) for told in await asyncio.gather(*asking)] == [f"{word}!" for word in words]
 
@@ -290,8 +290,8 @@ async def test_a_slow_call_is_kept_alive_and_tells_progress(start: Any) -> None:
     seen: list[float] = []
     twice = asyncio.Event()
 
-    async def progress(done: float, total: float | None, message: str | None) -> None:
-        seen.append(done)
+    async def progress(progress: float, total: float | None, message: str | None) -> None:
+        seen.append(progress)
         if len(seen) == 2:
             twice.set()
 
