@@ -66,7 +66,7 @@ def curious(prompt: str) -> str:
 
 
 async def test_an_agent_uses_a_tool_of_the_trainers_host(stack: Running) -> None:
-    """R14, R15, R69: OpenCode finds the tool by its own configuration, through the sandbox's one endpoint, and does what
+    """R14, R15, R69: OpenCode finds the tool by its own configuration, through the sandbox's one endpoint, and does as
     it was told; the calls are in the trajectory."""
     label, cabinet = secrets.token_hex(8), Cabinet()
     async with training(stack, label, curious) as trainer:

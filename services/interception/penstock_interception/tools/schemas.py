@@ -117,7 +117,7 @@ def _words(value: Any) -> Iterator[tuple[str, Any]]:
 def _is_shallow(value: Any, levels: int) -> bool:
     """Whether a value has at most so many levels of objects and lists."""
     layer = [value]
-    while layer and levels >= 0:
+    while layer and levels > 0:
         levels -= 1
         layer = [
             inner
