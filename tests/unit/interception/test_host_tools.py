@@ -138,8 +138,9 @@ def test_words_of_json_schema_with_any_value_are_refused_or_judged(schema: dict[
         made = schemas.canonical(text)
     except (orjson.JSONEncodeError, schemas.SchemaRefused):
         return
-    for given_value in ("x", 1, None, [1], {"a": {}}):
-        schemas.problems(made, {"a": given_value})
+    values: list[Any] = ["x", 1, None, [1], {"a": {}}]
+    for each in values:
+        schemas.problems(made, {"a": each})
 
 
 @given(st.integers(0, 200))
