@@ -18,6 +18,7 @@ from penstock_codec.decoding import Detokenizer
 from penstock_codec.errors import CodecError
 from penstock_codec.files import TokenizerFiles
 from penstock_codec.parsers import CompletionParser, ParsedCompletion, Tag, Vocabulary, choose_grammar, new_call_id
+from penstock_codec.segments import Segments
 from penstock_codec.splice import Continuation, Inexact, IntArray, Splicer
 from penstock_codec.template import ChatTemplate
 
@@ -44,13 +45,17 @@ class Codec:
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         added = tokenizer.get_added_tokens_decoder()
         controls = {token.content: index for index, token in added.items() if token.special}
+        # Every added token that is looked for in the text as it is, markup included, is a place to cut.
+        marks = [token.content for token in added.values() if not (token.normalized or token.lstrip or token.rstrip)]
+        whole = [token for token in added.values() if token.lstrip or token.rstrip or token.normalized]
+        self._segments = Segments(tokenizer, marks if not whole else (), self._encode_batch)
         stops: dict[str, int] = {}
         for index in files.stop_token_ids:
             stop = tokenizer.id_to_token(index)
             if stop is None:
                 raise CodecError("TOKEN_ID_INVALID", f"stop token id {index} is not in the vocabulary")
             stops[stop] = index
-        self._splicer = Splicer(template, self._encode, {**controls, **stops})
+        self._splicer = Splicer(template, self._segments.encode, {**controls, **stops})
         end = self._splicer.end_of_turn
         self.end_of_turn_id = None if end is None else end.id
         self.stop_token_ids: tuple[int, ...] = tuple(
@@ -109,7 +114,7 @@ class Codec:
         text = self.render_text(
             messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
-        return np.asarray(self._encode(text), dtype=np.int32)
+        return self._segments.encode(text)
 
     def continuation(
         self,
@@ -137,7 +142,7 @@ class Codec:
 
     def encode(self, text: str) -> IntArray:
         """Plain text to int32 ids; the text of special tokens becomes those tokens."""
-        return np.asarray(self._encode(text), dtype=np.int32)
+        return self._segments.encode(text)
 
     def decode(self, ids: Sequence[int] | IntArray, *, skip_special: bool = False) -> str:
         """Ids to text; control tokens are shown unless `skip_special`. Raises CodecError TOKEN_ID_INVALID."""
@@ -185,10 +190,10 @@ class Codec:
         marks = [tag for index in turn if (tag := self._prompt_marks.get(index)) is not None]
         return bool(marks) and marks[-1] is Tag.OPEN_THINK
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         try:
-            # A batch of one: unlike `encode` it lets other threads run meanwhile, and it is faster (no offsets).
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            # Also for one: unlike `encode` it lets other threads run meanwhile, and it is faster (no offsets).
+            return [item.ids for item in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
         except UnicodeEncodeError as error:
             raise CodecError("TEXT_NOT_UNICODE", "the text holds half of a surrogate pair") from error
         except TypeError as error:  # the binding's way to refuse a string that is no UTF-8

@@ -70,7 +70,7 @@ class Splicer:
     """Exact continuation for one template and tokenizer. Safe to use from several threads."""
 
     def __init__(
-        self, template: ChatTemplate, encode: Callable[[str], Sequence[int]], special_tokens: Mapping[str, int]
+        self, template: ChatTemplate, encode: Callable[[str], IntArray], special_tokens: Mapping[str, int]
     ) -> None:
         """`encode` maps text to ids without adding any; `special_tokens` maps the text of special tokens to ids."""
         self._template = template
@@ -113,7 +113,7 @@ class Splicer:
         if isinstance(tail, Inexact):
             return tail
         # The end of turn is encoded along, so that the tail is tokenised as text after a special token is.
-        ids = np.asarray(self._encode(self.end_of_turn.text + tail.after), dtype=np.int32)
+        ids = self._encode(self.end_of_turn.text + tail.after)
         if ids.size == 0 or ids[0] != self.end_of_turn.id:
             return Inexact("NO_END_OF_TURN", "the tokenizer does not keep the end of a turn as one token")
         closing = 0 if last_id == self.end_of_turn.id else 1

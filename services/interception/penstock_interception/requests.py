@@ -36,15 +36,20 @@ class ChatRequest:
     # What the dialect needs once more when it writes the answer; small, for it waits with the call.
     echo: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def tools_sha256(self) -> bytes:
-        """Digest of the tools; empty without tools."""
-        if not self.tools:
-            return b""
-        state = hashlib.sha256()
-        for tool in self.tools:
-            state.update(repr((tool.name, tool.description, tool.parameters_json_schema, tool.strict)).encode())
-        return state.digest()
+    # Digest of the tools; empty without tools.
+    tools_sha256: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tools_sha256", _digest(self.tools))
+
+
+def _digest(tools: Sequence[Tool]) -> bytes:
+    if not tools:
+        return b""
+    state = hashlib.sha256()
+    for tool in tools:
+        state.update(repr((tool.name, tool.description, tool.parameters_json_schema, tool.strict)).encode())
+    return state.digest()
 
 
 def hints_for(request: ChatRequest, known: AgentHints, session: Sequence[tuple[str, str]]) -> CallHints:
