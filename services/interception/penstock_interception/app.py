@@ -22,11 +22,12 @@ from penstock_chassis.tls import ClientTls
 from penstock_interception.calls import Dialect
 from penstock_interception.codecs import CodecCache
 from penstock_interception.dispatch import DispatchLimits
-from penstock_interception.gate import Gate, GateLimits
+from penstock_interception.gate import Gate
 from penstock_interception.ingress.app import Ingress, IngressLimits
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, DialectCodec, Route
 from penstock_interception.ingress.passthrough import Passthrough
+from penstock_interception.limits import GateLimits
 from penstock_interception.requests import ChatRequest
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import RolloutGateServicer, register_gate

@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import structlog
@@ -33,34 +33,24 @@ from penstock_interception.calls import (
     Prompt,
     Rollout,
     RolloutState,
+    count_ended,
 )
 from penstock_interception.changes import Changes
 from penstock_interception.clock import Clock
 from penstock_interception.completions import Failure
 from penstock_interception.deadlines import Deadlines
-from penstock_interception.dispatch import DeadlineKey, Dispatcher, DispatchLimits
+from penstock_interception.dispatch import DeadlineKey, Dispatcher
 from penstock_interception.graph.model import Plan
+from penstock_interception.limits import GateLimits
 from penstock_interception.ports import (
     Recorder,
     Store,
 )
 from penstock_interception.sampling import with_max_tokens
 from penstock_interception.sessions import Selector, Session
-from penstock_interception.tools.desk import ToolDesk, ToolLimits
+from penstock_interception.tools.desk import ToolDesk
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class GateLimits:
-    """The operator's limits. Seconds and counts."""
-
-    max_rollouts: int = 10_000
-    max_open_calls_per_rollout: int = 64
-    rejoin_grace_s: float = 30.0
-    retention_s: float = 24 * 3600.0
-    dispatch: DispatchLimits = DispatchLimits()  # noqa: RUF009 - immutable
-    tools: ToolLimits = ToolLimits()  # noqa: RUF009 - immutable
 
 
 class Gate:
@@ -447,7 +437,7 @@ class Gate:
         work, call.work = call.work, None
         if work is not None and not call.claimed:
             work.cancel()
-        self._count(call)
+        count_ended(call)
         if call.journalled:
             self._shrink(call)
         self.changes.call_changed(call)
@@ -458,19 +448,3 @@ class Gate:
         """What ended stays small in memory: its body is on disk, its tokens are in the graph."""
         call.arrival = replace(call.arrival, body=b"")
         call.plan = None
-
-    def _count(self, call: Call) -> None:
-        totals, spent = call.rollout.totals, call.rollout.spent
-        name = call.state.value
-        setattr(totals, name, getattr(totals, name) + 1)
-        if call.state is CallState.FAILED and call.failure is not None:
-            totals.last_failure_reason = call.failure.reason
-            totals.last_failure_retriable = call.failure.retriable
-        if call.state is CallState.DELIVERED and call.completion is not None:
-            prompt = call.prompt.count if call.prompt is not None else 0
-            if call.completion.usage is not None:
-                prompt = call.completion.usage.prompt_tokens
-            totals.prompt_tokens += prompt
-            spent.prompt_tokens += prompt
-            totals.completion_tokens += call.completion.count
-            spent.completion_tokens += call.completion.count
