@@ -3,13 +3,15 @@
 The rendering environment follows the documented contract of chat templates (block trimming, `raise_exception`,
 `strftime_now`, a `tojson` that keeps key order and non-ASCII text, loop controls, `generation` blocks), so the text
 is the one that transformers renders. Messages go in the OpenAI shape; arguments that are a JSON object go in as an
-object.
+object. Agents give instructions in the midst of a conversation; to a template that takes them at its beginning only,
+they are the user's words.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -22,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool
 from penstock_codec.errors import CodecError
 
+_INSTRUCTING = (Role.SYSTEM, Role.DEVELOPER)
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -50,6 +53,7 @@ class ChatTemplate:
         self.renders_call_ids = "tool_call_id" in text or "tool_call.id" in text
         self._knows_developer = "developer" in text
         self._special_tokens = dict(special_tokens)
+        self._late_instructions = self._takes_late_instructions()
 
     def render(
         self,
@@ -71,7 +75,7 @@ class ChatTemplate:
             raise CodecError("TEMPLATE_REFUSED", f"template_kwargs may not set {', '.join(sorted(clash))}")
         try:
             return self._template.render(
-                messages=[item for message in messages for item in self._as_dicts(message)],
+                messages=[item for message in self._placed(messages) for item in self._as_dicts(message)],
                 tools=[_tool_dict(tool) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -81,6 +85,31 @@ class ChatTemplate:
             raise
         except Exception as error:  # a template is a program of the model's author: whatever it raises is its refusal
             raise CodecError("TEMPLATE_REFUSED", f"the chat template refused the conversation: {error}") from error
+
+    def _takes_late_instructions(self) -> bool:
+        """Whether a system message may follow a user's. Some templates refuse it, some leave it out."""
+        self._late_instructions = True
+        probe = "late instruction"
+        try:
+            return probe in self.render([Message.user("q"), Message.system(probe)])
+        except CodecError:
+            return False
+
+    def _placed(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages, with instructions that come too late for the template at the end of the user's words."""
+        if self._late_instructions:
+            return messages
+        placed: list[Message] = []
+        opened = False  # the conversation itself has begun
+        for message in messages:
+            if message.role not in _INSTRUCTING or not opened:
+                opened = opened or message.role not in _INSTRUCTING
+                placed.append(message)
+            elif placed[-1].role is Role.USER and not placed[-1].tool_results:
+                placed[-1] = replace(placed[-1], parts=(*placed[-1].parts, TextPart("\n\n"), *message.parts))
+            else:
+                placed.append(Message(Role.USER, message.parts))
+        return placed
 
     def _as_dicts(self, message: Message) -> list[dict[str, Any]]:
         if any(isinstance(part, ImagePart) or getattr(part, "images", ()) for part in message.parts):

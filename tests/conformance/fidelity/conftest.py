@@ -16,7 +16,17 @@ import numpy as np
 import pytest
 
 from penstock_codec import Codec, tiny
-from penstock_codec.chat import FinishReason, Message, Tool
+from penstock_codec.chat import (
+    FinishReason,
+    Message,
+    Part,
+    ReasoningPart,
+    Role,
+    TextPart,
+    Tool,
+    ToolCallPart,
+    ToolResultPart,
+)
 from penstock_interception.graph import (
     CallHints,
     CallNode,
@@ -28,6 +38,10 @@ from penstock_interception.graph import (
 )
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, Route
+from penstock_interception.ingress.generate_content import GenerateContent
+from penstock_interception.ingress.messages import Messages
+from penstock_interception.ingress.messages_body import signature_of
+from penstock_interception.ingress.responses import Responses
 
 TEMPLATES = Path(__file__).parent / "templates"
 TEXTS = ["You are a shell agent. Read the note, then write the file. List the files, please.\n"] * 4
@@ -56,9 +70,84 @@ def over_chat_completions(messages: Sequence[Message]) -> Sequence[Message]:
     return ChatCompletions().parse(body, Route(Ask.COMPLETION)).messages
 
 
+def over_messages(messages: Sequence[Message]) -> Sequence[Message]:
+    """As an Anthropic SDK writes the conversation into a body, and the ingress reads it."""
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        role = "user" if message.role is Role.TOOL else message.role.value
+        written.append({"role": role, "content": [_block(part) for part in message.parts]})
+    body: dict[str, Any] = {"model": "m", "max_tokens": 100, "messages": written}
+    if messages[0].role is Role.SYSTEM:
+        body["system"] = written.pop(0)["content"]
+    return Messages().parse(json.dumps(body).encode(), Route(Ask.COMPLETION)).messages
+
+
+def _block(part: Part) -> dict[str, Any]:
+    match part:
+        case ReasoningPart():
+            return {"type": "thinking", "thinking": part.text, "signature": signature_of(part.text)}
+        case ToolCallPart():
+            return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.arguments_json)}
+        case ToolResultPart():
+            return {"type": "tool_result", "tool_use_id": part.call_id, "content": part.text}
+        case TextPart():
+            return {"type": "text", "text": part.text}
+    raise AssertionError(part)
+
+
+def over_responses(messages: Sequence[Message]) -> Sequence[Message]:
+    """As an OpenAI SDK writes the conversation into the items of a response's input, and the ingress reads it."""
+    written: list[dict[str, Any]] = []
+    for message in messages:
+        if message.reasoning:
+            thought = {"type": "reasoning_text", "text": message.reasoning}
+            written.append({"type": "reasoning", "id": "rs_1", "summary": [], "content": [thought]})
+        written += [
+            {"type": "function_call_output", "call_id": result.call_id, "output": result.text}
+            for result in message.tool_results
+        ]
+        if message.text and not message.tool_results:
+            kind = "output_text" if message.role is Role.ASSISTANT else "input_text"
+            content = [{"type": kind, "text": message.text}]
+            written.append({"type": "message", "role": message.role.value, "content": content})
+        written += [
+            {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments_json}
+            for call in message.tool_calls
+        ]
+    body = json.dumps({"model": "m", "input": written}).encode()
+    return Responses().parse(body, Route(Ask.COMPLETION)).messages
+
+
+def over_generate_content(messages: Sequence[Message]) -> Sequence[Message]:
+    """As google-genai writes the conversation into a body, and the ingress reads it."""
+    system = [{"text": message.text} for message in messages if message.role is Role.SYSTEM]
+    contents: list[dict[str, Any]] = []
+    for message in messages:
+        parts: list[dict[str, Any]] = []
+        for part in message.parts:
+            match part:
+                case TextPart():
+                    parts.append({"text": part.text})
+                case ReasoningPart():
+                    parts.append({"text": part.text, "thought": True, "thoughtSignature": "c2lnbmF0dXJl"})
+                case ToolCallPart():
+                    call = {"id": part.id, "name": part.name, "args": json.loads(part.arguments_json)}
+                    parts.append({"functionCall": call})
+        for result in message.tool_results:
+            response = {"id": result.call_id, "name": "bash", "response": {"output": result.text}}
+            parts.append({"functionResponse": response})
+        if message.role is not Role.SYSTEM:
+            contents.append({"role": "model" if message.role is Role.ASSISTANT else "user", "parts": parts})
+    body = {"contents": contents, **({"systemInstruction": {"parts": system}} if system else {})}
+    return GenerateContent().parse(json.dumps(body).encode(), Route(Ask.COMPLETION, "m", False)).messages
+
+
 DIALECTS: Mapping[str, Dialect] = {
     "domain": lambda messages: messages,
     "chat_completions": over_chat_completions,
+    "messages": over_messages,
+    "responses": over_responses,
+    "generate_content": over_generate_content,
 }
 
 
@@ -122,7 +211,7 @@ class Conversation:
         return self.prompt(later)[: len(seen)] == seen
 
 
-@pytest.fixture(scope="session", params=["ours", "strips_old_reasoning", "shows_call_ids"])
+@pytest.fixture(scope="session", params=["ours", "strips_old_reasoning", "shows_call_ids", "system_first"])
 def codec(request: pytest.FixtureRequest) -> Codec:
     files = tiny.build(TEXTS)
     if request.param != "ours":

@@ -155,6 +155,20 @@ def test_a_conversation_on_the_side_does_not_disturb_the_main_one(conversation: 
     assert conversation.graph.call_classes()[side.call_id] is CallClass.TITLE
 
 
+def test_instructions_in_the_midst_of_a_conversation_are_exact(conversation: Conversation) -> None:
+    """R82: after the user's words, and after a tool's result, whatever the template makes of them."""
+    start = [*START, Message.system("The date is today.")]
+    first = conversation.call(start, CALL)
+    reply = first.sampled.message
+    history = [*start, reply, result_of(reply), Message.system("Be brief.")]
+    second = conversation.call(history, TEXT)
+    assert conversation.continues(second, first)
+    assert "Be brief." in conversation.codec.decode(second.suffix)
+    third = conversation.call([*history, second.sampled.message, MORE, Message.system("Now stop.")], TEXT)
+    assert conversation.continues(third, second)
+    assert third.branch_id == first.branch_id
+
+
 def test_two_results_of_one_turn_are_exact(conversation: Conversation) -> None:
     """R82: parallel tool calls and their results."""
     first = conversation.call(START, TWO_CALLS)
@@ -300,6 +314,20 @@ def test_a_sub_agent_runs_beside_the_main_line(conversation: Conversation) -> No
     classes = conversation.graph.call_classes()
     assert classes[sub.call_id] is classes[sub_end.call_id] is CallClass.SUB_AGENT
     assert classes[first.call_id] is classes[second.call_id] is CallClass.MAIN
+
+
+def test_a_sub_agent_that_starts_as_the_main_line_did_is_told_apart_by_its_session(conversation: Conversation) -> None:
+    """R85: Codex begins both with the same description of the machine; its header names the thread."""
+    main, other = CallHints(session="main"), CallHints(session="other")
+    fewer = [Tool("look", "Look only.", '{"type": "object", "properties": {}}')]
+    first = conversation.call(START, CALL, hints=main)
+    sub = conversation.call(START, CALL, tools=fewer, hints=other)
+    reply = sub.sampled.message
+    last = conversation.call([*START, reply, result_of(reply)], TEXT, tools=fewer, hints=other)
+    assert conversation.continues(last, sub)
+    classes = conversation.graph.call_classes()
+    assert classes[first.call_id] is CallClass.MAIN
+    assert classes[sub.call_id] is classes[last.call_id] is CallClass.SUB_AGENT
 
 
 def test_the_answer_that_the_agent_went_on_with_is_the_main_line_and_the_other_a_retry(

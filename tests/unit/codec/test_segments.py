@@ -46,9 +46,7 @@ def trained(
     trainer = trainers.BpeTrainer(
         vocab_size=900,
         special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIALS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
-        if byte_level
-        else [chr(i) for i in range(32, 127)],
+        initial_alphabet=sorted(alphabet),
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS * 20, trainer)

@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Final
 
 from penstock_interception.calls import Call, Dialect
 from penstock_interception.requests import ChatRequest
+
+EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 
 
 class BadRequest(Exception):
@@ -44,11 +47,35 @@ class Ask(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a request's line says before its body is read. `model` and `stream` are set where the path has them."""
+    """What a request's line says before its body is read. `model` and `stream` are set where the path has them.
+
+    `array`: the stream is the items of one JSON array, not events.
+    """
 
     ask: Ask
     model: str = ""
     stream: bool | None = None
+    array: bool = False
+
+
+class AnswerStream(ABC):
+    """One streamed answer: `open` first, `keep_alive` any number of times, then `answer` or `problem`, once."""
+
+    @abstractmethod
+    def open(self) -> bytes:
+        """What the stream starts with, before the answer is known; may be empty."""
+
+    @abstractmethod
+    def keep_alive(self) -> bytes:
+        """What clients of this dialect ignore, but count as a sign of life."""
+
+    @abstractmethod
+    def answer(self) -> bytes:
+        """The rest of the stream."""
+
+    @abstractmethod
+    def problem(self, problem: Problem) -> bytes:
+        """The rest of a stream that fails after it has begun."""
 
 
 class DialectCodec(ABC):
@@ -76,6 +103,10 @@ class DialectCodec(ABC):
         the call.
         """
 
+    def status(self, problem: Problem) -> int:
+        """An error's HTTP status, where agents of this dialect understand another one better."""
+        return problem.status
+
     @abstractmethod
     def problem(self, problem: Problem) -> bytes:
         """An error's body."""
@@ -84,21 +115,17 @@ class DialectCodec(ABC):
     def answer(self, call: Call, request: ChatRequest) -> bytes:
         """A whole answer as JSON, for a request that asked for no stream."""
 
-    @abstractmethod
-    def stream_open(self, call: Call, request: ChatRequest) -> bytes:
-        """What a stream starts with, before the answer is known; may be empty."""
+    def stream_type(self, request: ChatRequest) -> str:
+        """The content type of a stream."""
+        return EVENT_STREAM
 
     @abstractmethod
-    def stream_keep_alive(self) -> bytes:
-        """What clients of this dialect ignore."""
+    def stream(self, call: Call, request: ChatRequest) -> AnswerStream:
+        """The writer of one streamed answer."""
 
-    @abstractmethod
-    def stream_answer(self, call: Call, request: ChatRequest) -> bytes:
-        """The rest of a stream."""
-
-    @abstractmethod
-    def stream_problem(self, problem: Problem) -> bytes:
-        """The rest of a stream that fails after it has begun."""
+    def essence(self, body: bytes) -> bytes | None:
+        """What of a body makes it the same request when it comes again (R34); None where that is every byte of it."""
+        return None
 
     def count(self, tokens: int) -> bytes:
         """The answer to a COUNT, for dialects whose `route` says COUNT."""
@@ -111,3 +138,45 @@ class DialectCodec(ABC):
     @abstractmethod
     def model(self, name: str) -> bytes:
         """That one model by itself."""
+
+
+class PlainStreams(DialectCodec):
+    """A dialect in which no event of a stream depends on how many went before it."""
+
+    @abstractmethod
+    def stream_open(self, call: Call, request: ChatRequest) -> bytes:
+        """As AnswerStream.open."""
+
+    @abstractmethod
+    def stream_keep_alive(self) -> bytes:
+        """As AnswerStream.keep_alive."""
+
+    @abstractmethod
+    def stream_answer(self, call: Call, request: ChatRequest) -> bytes:
+        """As AnswerStream.answer."""
+
+    @abstractmethod
+    def stream_problem(self, problem: Problem, request: ChatRequest) -> bytes:
+        """As AnswerStream.problem."""
+
+    def stream(self, call: Call, request: ChatRequest) -> AnswerStream:
+        return _PlainStream(self, call, request)
+
+
+class _PlainStream(AnswerStream):
+    def __init__(self, dialect: PlainStreams, call: Call, request: ChatRequest) -> None:
+        self._dialect = dialect
+        self._call = call
+        self._request = request
+
+    def open(self) -> bytes:
+        return self._dialect.stream_open(self._call, self._request)
+
+    def keep_alive(self) -> bytes:
+        return self._dialect.stream_keep_alive()
+
+    def answer(self) -> bytes:
+        return self._dialect.stream_answer(self._call, self._request)
+
+    def problem(self, problem: Problem) -> bytes:
+        return self._dialect.stream_problem(problem, self._request)
