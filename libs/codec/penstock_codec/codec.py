@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -173,11 +174,9 @@ class Codec:
         What a model may sample, for tests of what happens to it then. A stretch with a byte that has no token of its
         own is encoded as usual.
         """
-        added = {token.content: index for index, token in self._tokenizer.get_added_tokens_decoder().items()}
-        single = self._detokenizer.single_bytes()
-        marks = "|".join(re.escape(item) for item in sorted(added, key=len, reverse=True)) or "(?!)"
+        added, single, marks = self._pieces
         ids: list[int] = []
-        for piece in re.split(f"({marks})", text):
+        for piece in marks.split(text):
             data = piece.encode()
             if piece in added:
                 ids.append(added[piece])
@@ -248,6 +247,12 @@ class Codec:
         text = self.decode(turn)
         opened = max(text.rfind(item) for item in spelled)
         return opened > max(text.rfind(item) for item in self._close_think)
+
+    @cached_property
+    def _pieces(self) -> tuple[dict[str, int], dict[int, int], re.Pattern[str]]:
+        added = {token.content: index for index, token in self._tokenizer.get_added_tokens_decoder().items()}
+        marks = "|".join(re.escape(item) for item in sorted(added, key=len, reverse=True)) or "(?!)"
+        return added, self._detokenizer.single_bytes(), re.compile(f"({marks})")
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         try:

@@ -110,6 +110,23 @@ def run_case(case: Case, setting: Setting) -> Result:
     return Result(case.expects)
 
 
+def _call_as_written(setting: Setting) -> None:
+    codec = setting.codec
+    turn = Message.assistant("", ToolCallPart("a1b2c3d4e", "bash", REWRITTEN[0]))
+    prompt = codec.render_text(START, (BASH,))
+    text = codec.render_text([*START, turn], (BASH,), add_generation_prompt=False)
+    if not text.startswith(prompt):
+        raise Deviation(
+            Verdict.NOT_APPLICABLE, "the template writes an old answer otherwise than behind its own prompt"
+        )
+    read = codec.parse(codec.encode(text[len(prompt) :]), prompt_ids=codec.encode(prompt), tools=(BASH,)).message
+    if [call.name for call in read.tool_calls] != ["bash"] or read.text.strip():
+        raise Deviation(
+            Verdict.MISREAD,
+            f"the parser {codec.parser!r} does not read a call as the template writes it: {read.text!r}",
+        )
+
+
 def _text_echo(setting: Setting) -> None:
     conversation, first = _begun(setting, setting.speech.text(TEXT))
     _must_read(first, text=TEXT)
@@ -250,6 +267,7 @@ CASES: Final[Sequence[Case]] = (
     Case("reasoning_dropped", "reasoning is dropped", _reasoning_dropped, main=True, needs_reasoning=True),
     Case("text_trimmed", "text is trimmed", _text_trimmed, main=True),
     Case("side", "another conversation in between", _side_conversation, main=True),
+    Case("as_written", "a call as the template writes it", _call_as_written, needs_tools=True),
     Case("several_results", "several calls and results in a turn", _several_results, needs_tools=True),
     Case("turn_cut", "a turn was cut off", _turn_cut_off),
     Case("reasoning_cut", "a turn was cut off while thinking", _reasoning_cut_off, needs_reasoning=True),
