@@ -69,6 +69,12 @@ wheels: $(STAMP) ## bring what the images install from a package index into whee
 bench: $(STAMP) ## measure; docs/benchmarks.md says what the figures mean
 	@$(BIN)/python -m benchmarks
 
+.PHONY: bench-peers
+bench-peers: $(STAMP) ## measure sandboxes beside bare bubblewrap and SWE-ReX
+	@$(PYTHON) -m venv runs/peers
+	@runs/peers/bin/python -m pip --disable-pip-version-check --quiet install -r benchmarks/peers.txt
+	@$(BIN)/python -m benchmarks sandboxes
+
 .PHONY: docs
 docs: ## check that the documentation's links lead somewhere
 	@echo "== docs"

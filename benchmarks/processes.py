@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -36,3 +38,41 @@ def children(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         found += map(int, (task / "children").read_text("utf-8").split())
     return found
+
+
+def tree_pss_bytes(pids: Iterable[int]) -> int:
+    """Memory of processes and all below them, each shared page counted once in all; who ended meanwhile has none."""
+    below: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with suppress(OSError):
+                parent = int((folder / "stat").read_text("utf-8").rpartition(")")[2].split()[1])
+                below.setdefault(parent, []).append(int(folder.name))
+    total, queue = 0, list(pids)
+    while queue:
+        pid = queue.pop()
+        queue += below.get(pid, [])
+        with suppress(FileNotFoundError, ProcessLookupError):
+            total += _kibibytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss:") * 1024
+    return total
+
+
+def container_shims() -> list[int]:
+    """What containerd keeps beside each container; they are nobody's children."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with suppress(OSError):
+                if (folder / "comm").read_text("utf-8").startswith("containerd-shim"):
+                    found.append(int(folder.name))
+    return found
+
+
+def available_bytes() -> int:
+    """What the machine could still give without swapping."""
+    return _kibibytes(Path("/proc/meminfo"), "MemAvailable:") * 1024
+
+
+def _kibibytes(file: Path, key: str) -> int:
+    lines = file.read_text("utf-8").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith(key)), 0)

@@ -15,7 +15,7 @@ from tests.support.stack import Running
 from penstock.client import AgentChoice, Completion, Inference, Mode, Upstream
 from penstock.client.chat import TokenIds
 
-AGENTS = ("shell", "opencode", "pi")
+AGENTS = ("shell", "opencode", "pi", "claude-code", "codex")
 
 
 def ids_of(completion: Completion | None) -> TokenIds:
@@ -26,8 +26,8 @@ def ids_of(completion: Completion | None) -> TokenIds:
 
 
 def choice(agent: str) -> AgentChoice:
-    """OpenCode asks before it runs a command unless it is told not to."""
-    return AgentChoice(name=agent, skip_permissions=agent == "opencode")
+    """These ask before they run a command unless they are told not to."""
+    return AgentChoice(name=agent, skip_permissions=agent in ("opencode", "claude-code", "codex"))
 
 
 @pytest.mark.parametrize("agent", AGENTS)
@@ -118,7 +118,8 @@ async def test_an_agent_in_a_black_box_is_answered_by_a_callers_endpoint_alone(s
         assert_only_the_endpoint_was_reachable(finished)
         seen = await endpoint.capture()
     assert [call.call_class for call in seen.calls].count("main") == 2
-    assert all(json.loads(call.request_body)["messages"] for call in seen.calls)
+    said = "input" if agent == "codex" else "messages"
+    assert all(json.loads(call.request_body)[said] for call in seen.calls)
     trajectory = await handle.trajectory()
     assert trajectory.capture_level == "none"
     assert not trajectory.samples

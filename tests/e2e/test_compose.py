@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.composed import ROOT, SERVICES, Composed, composed
+from tests.support.composed import Composed, composed
 from tests.support.policy import bash
+from tests.support.wheels import ROOT, SERVICES
 
 TASK = ROOT / "examples" / "grpo" / "task.yaml"
 SCRIPT = {

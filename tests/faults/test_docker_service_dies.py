@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.conformance.sandbox.conftest import Box
+from tests.conformance.sandbox.conftest import Box, command
 from tests.conformance.sandbox.services import Running, start_on
+from tests.conformance.sandbox.test_sandboxes import fork, prepare
 from tests.support import dockerd
 
 from penstock.sandbox.v1 import process_service_pb2 as ps
@@ -34,13 +35,6 @@ async def variant(request: pytest.FixtureRequest) -> AsyncIterator[str]:
 async def _create(service: Running) -> Box:
     request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec())
     return Box(service, (await service.sandboxes.CreateSandbox(request, timeout=120)).sandbox)
-
-
-async def _snapshot(service: Running) -> None:
-    command = ps.Command(shell=f"echo {secrets.token_hex(8)} > kept")
-    request = ss.PrepareSnapshotRequest(spec=ss.SnapshotSpec(setup=[command]))
-    async for _ in service.sandboxes.PrepareSnapshot(request, timeout=120):
-        pass
 
 
 async def _until(holds: Callable[[], bool], what: Callable[[], object]) -> None:
@@ -66,16 +60,25 @@ def _attendants(folder: str) -> set[str]:
 
 
 async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(variant: str) -> None:
-    """R50, R49"""
+    """R50, R49: neither containers, images, volumes and networks, nor control groups, supervisors and mounts."""
     engine = dockerd.engine()
-    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder:
+    with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder, engine.watched() as made:
         async with start_on(Path(folder), variant) as service:
-            await _snapshot(service)
+            setup = [command(shell=f"echo {secrets.token_hex(8)} > kept")]
+            forgotten = [command(shell=f"echo {secrets.token_hex(8)} > forgotten")]
+            _, snapshot = await prepare(service, setup=setup)
+            _, deleted = await prepare(service, setup=forgotten)
+            _, above = await prepare(
+                service, sandbox=sb.SandboxSpec(base=sb.Base(snapshot_id=deleted.snapshot_id)), setup=setup
+            )
+            # It stays for as long as the one above stands on it, and is unknown all the same.
+            await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=deleted.snapshot_id))
             first = await _create(service)
             await first.start("p", "sleep", "4905")
             burst = [asyncio.ensure_future(_create(service)) for _ in range(50)]
             await burst[0]
             attendants = _attendants(folder)
+            assert engine.traces(made) != []
             service.process.send_signal(signal.SIGKILL)
             await asyncio.gather(*burst, return_exceptions=True)
         assert engine.remains() != []
@@ -83,7 +86,15 @@ async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(vari
             # The attendants of the dead service end with their containers.
             await _until(lambda: not attendants & _attendants(folder), lambda: attendants & _attendants(folder))
             # What the daemon was still told by the dead service comes to light only when it has done it.
-            await _until(lambda: engine.remains() == [], engine.remains)
+            kept = sorted(f"image ['penstock-snapshot:{one.snapshot_id}']" for one in (snapshot, above))
+            await _until(lambda: sorted(engine.remains()) == kept, engine.remains)
+            await _until(lambda: engine.traces(made) == [], lambda: engine.traces(made))
+            assert await prepare(service, setup=setup) == ([], snapshot), "without a second setup"
+            (child,) = await fork(service, above.snapshot_id, 1)
+            assert (await child.out("cat forgotten kept")).count("\n") == 1
+            await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=child.id), timeout=60)
+            listed = await service.sandboxes.ListSnapshots(ss.ListSnapshotsRequest(), timeout=30)
+            assert {one.snapshot_id for one in listed.snapshots} == {snapshot.snapshot_id, above.snapshot_id}
             assert await (await _create(service)).out("echo works") == "works"
             assert len([one for one in engine.remains() if one.startswith("container")]) == (
                 2 if variant == "docker-sidecar" else 1

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from pydantic import SecretStr
 from tests.conformance.sandbox.conftest import Box, command, failure, one_endpoint
 from tests.conformance.sandbox.services import Running, start, start_on
 from tests.conformance.sandbox.test_network import upstream
-from tests.conformance.sandbox.test_sandboxes import prepare
+from tests.conformance.sandbox.test_sandboxes import fork, prepare
 from tests.support.e2b_cloud.running import StandIn, stand_in
 from tests.support.waiting import eventually_async
 
@@ -22,6 +23,7 @@ from penstock.sandbox.v1 import process_service_pb2 as ps
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
 from penstock_chassis.errors import ResourceExhausted, Unavailable
+from penstock_sandbox.backends.e2b.cloud import Address, Cloud
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -58,7 +60,8 @@ async def test_killed_in_the_middle_of_a_burst_it_leaves_nothing_at_e2b_once_it_
         async with start_on(tmp_path, "e2b") as service:
             box = await _create(service)
             await box.start("p", "sleep", "5100")
-            await prepare(service, setup=[command(shell=f"echo {secrets.token_hex(4)}")])
+            setup = [command(shell=f"echo {secrets.token_hex(4)} > ~/mark")]
+            _, snapshot = await prepare(service, setup=setup)
             asked = len(await cloud.requests("POST /v2/sandboxes"))
             burst = [asyncio.ensure_future(_create(service)) for _ in range(12)]
 
@@ -69,14 +72,36 @@ async def test_killed_in_the_middle_of_a_burst_it_leaves_nothing_at_e2b_once_it_
             service.process.send_signal(signal.SIGKILL)
             await asyncio.gather(*burst, return_exceptions=True)
         assert len(await cloud.sandboxes()) > 0 and len(await cloud.snapshots()) == 1
+        await _orphan(cloud, tmp_path)
+        assert len(await cloud.snapshots()) == 2
         async with start_on(tmp_path, "e2b") as service:
             await _none_left(cloud)
-            assert await cloud.snapshots() == []
+            # What it had prepared is there still, without a second setup; what nobody remembers is not.
+            (kept,) = await cloud.snapshots()
+            assert snapshot.snapshot_id in str(kept)
+            assert await prepare(service, setup=setup) == ([], snapshot)
             listed = (await service.sandboxes.ListSandboxes(ss.ListSandboxesRequest(), timeout=30)).sandboxes
             assert box.id in [one.sandbox_id for one in listed]
             assert {(one.state, one.lost_reason) for one in listed} == {(sb.SANDBOX_STATE_LOST, "SERVICE_RESTARTED")}
-            fresh = await _create(service)
-            assert (await fresh.run("true")).exit.code == 0
+            (fresh,) = await fork(service, snapshot.snapshot_id, 1)
+            assert (await fresh.run("test", "-s", "/home/user/mark")).exit.code == 0
+            # One that was deleted is deleted for the next start too.
+            await service.sandboxes.DeleteSnapshot(
+                ss.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id), timeout=30
+            )
+            service.process.send_signal(signal.SIGKILL)
+        async with start_on(tmp_path, "e2b") as service:
+            await _none_left(cloud)
+            assert await cloud.snapshots() == []
+            assert not (await service.sandboxes.ListSnapshots(ss.ListSnapshotsRequest(), timeout=30)).snapshots
+
+
+async def _orphan(cloud: StandIn, state_dir: Path) -> None:
+    """A snapshot that a killed service had asked for, and that E2B made after its death."""
+    instance = (state_dir / "state/e2b/instance").read_text()
+    (first, *_) = await cloud.sandboxes()
+    address = Address(SecretStr(cloud.api_key), api_url=cloud.address, sandbox_url=cloud.address)
+    await Cloud(address, instance).create_snapshot(first["sandboxID"], "ss-nobodys")
 
 
 async def test_somebody_elses_sandboxes_are_never_touched(tmp_path: Path) -> None:

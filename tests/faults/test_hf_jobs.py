@@ -124,7 +124,7 @@ async def test_a_workload_that_ends_its_attendant_ends_its_sandbox_only(jobs: Hf
     async with serve(state_dir, jobs) as service:
         root, other = await create(service, user="root"), await create(service)
         assert await other.out("pkill -9 -f '[a]ttendant' 2>/dev/null || echo not ours") == "not ours"
-        assert (await other.run(shell="cat /opt/penstock/attendant.py")).exit.code != 0
+        assert (await other.run(shell="cat /opt/penstock/attendant/attendant.py")).exit.code != 0
         await root.start("p", "bash", "-c", "pkill -9 -f '[a]ttendant.py'; sleep 4802")
         assert (await root.finish("p"))[2].reason == ps.EXIT_REASON_SANDBOX_LOST
         assert await other.out("echo alive") == "alive"

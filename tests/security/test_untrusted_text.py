@@ -32,6 +32,7 @@ from penstock.client import (
     Upstream,
     Verifier,
 )
+from penstock.client.chat import Text
 from penstock.driver.v1 import rollout_service_pb2, rollout_service_pb2_grpc
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2, rollout_gate_service_pb2_grpc
 
@@ -88,7 +89,7 @@ async def test_an_instruction_reaches_the_shell_agent_byte_for_byte(stack: Runni
     await _arrives(stack, "shell", INSTRUCTIONS[kind])
 
 
-@pytest.mark.parametrize("agent", ["opencode", "pi"])
+@pytest.mark.parametrize("agent", ["opencode", "pi", "claude-code"])
 async def test_an_instruction_reaches_a_real_agent_byte_for_byte(stack: Running, agent: str) -> None:
     """R2, R67, R68: one of everything, through standard input."""
     text = "\n".join(INSTRUCTIONS[kind] for kind in INSTRUCTIONS if kind != "long")
@@ -103,11 +104,18 @@ async def _arrives(stack: Running, agent: str, instruction: str) -> None:
         finished = await finish(handle)
     assert_nothing_was_executed(finished)
     [call] = [call for call in trainer.calls if call.call_class == "main"]
-    texts = [message.text for message in call.messages if message.role == "user"]
+    # Claude Code adds parts of its own.
+    texts = [
+        part.text
+        for message in call.messages
+        if message.role == "user"
+        for part in message.parts
+        if isinstance(part, Text)
+    ]
     assert instruction in texts, texts
 
 
-@pytest.mark.parametrize("agent", ["shell", "opencode", "pi"])
+@pytest.mark.parametrize("agent", ["shell", "opencode", "pi", "claude-code"])
 async def test_a_system_prompt_reaches_an_agent_byte_for_byte(stack: Running, agent: str) -> None:
     """R2, R63: an option takes effect, whatever is in it; the agent may add to it."""
     prompt = SHELL + EVERY_BYTE if agent != "opencode" else SHELL.replace("\n", " ") + EVERY_BYTE
@@ -198,7 +206,10 @@ async def test_a_key_that_no_header_can_carry_is_refused_before_anything_starts(
     assert endpoint.seen == []
 
 
-async def test_an_agents_own_token_is_in_its_file_alone(stack: Running) -> None:
+@pytest.mark.parametrize(
+    ("agent", "file"), [("shell", ".shell-agent/config.json"), ("claude-code", ".claude/key")], ids=["shell", "claude"]
+)
+async def test_an_agents_own_token_is_in_its_file_alone(stack: Running, agent: str, file: str) -> None:
     """R1, R4, R8, R10: not in an argv on the host or inside, no environment, no log, event or answer."""
     label = secrets.token_hex(8)
     found: dict[str, Any] = {}
@@ -210,14 +221,14 @@ async def test_an_agents_own_token_is_in_its_file_alone(stack: Running) -> None:
                 async for sandbox_id, _ in stack.ps.sandboxes.list(labels={"penstock_rollout": call.rollout_id})
             ]
             sandbox = await stack.ps.sandboxes.attach(sandbox_id)
-            config = await sandbox.read_file(f"{sandbox.home}/.shell-agent/config.json")
+            config = await sandbox.read_file(f"{sandbox.home}/{file}")
             inside = await sandbox.run(Command(shell="cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ 2>/dev/null; true"))
             found.update(config=config, inside=inside.stdout, host=host_arguments(), environments=host_environments())
 
         trainer.before = look
-        handle = await stack.ps.rollouts.create(task("do nothing"), "shell", labels={"test": label})
+        handle = await stack.ps.rollouts.create(task("do nothing"), agent, labels={"test": label})
         finished = await finish(handle)
-    token = json.loads(found["config"])["key"].encode()
+    token = json.loads(found["config"])["key"].encode() if file.endswith(".json") else found["config"]
     assert len(token) >= 32
     assert found["inside"], "the scan saw nothing"
     shown = await everything_shown(stack, handle)

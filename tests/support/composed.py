@@ -7,7 +7,6 @@ comes from wheels that are gathered once a machine (`make wheels` does the same)
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import shutil
 import subprocess
@@ -17,15 +16,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import yaml
-from tests.support import dockerd
+from tests.support import dockerd, wheels
 from tests.support.policy import FILES
-
-ROOT: Final = Path(__file__).resolve().parents[2]
-SERVICES: Final = ("inference", "interception", "sandbox", "driver")
+from tests.support.wheels import ROOT, SERVICES
 
 _CONTEXT = (
     "docker-compose.yml",
@@ -35,7 +32,6 @@ _CONTEXT = (
     "libs",
     *(f"services/{name}" for name in SERVICES),
 )
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "wheels"
 _BASE_PYTHON = (3, 11)
 _HEALTHY_S = 180.0
 
@@ -116,7 +112,7 @@ def _prepare(place: Path, script: Mapping[str, Any]) -> Composed:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         else:
             shutil.copy(source, target)
-    shutil.copytree(_wheels(), folder / "wheels")
+    shutil.copytree(wheels.gathered(), folder / "wheels")
     model = place / "model"
     FILES.write(model)
     (model / "script.yaml").write_text(yaml.safe_dump(dict(script), sort_keys=False))
@@ -154,25 +150,6 @@ async def _healthy(project: Composed) -> None:
             return
         assert time.monotonic() < deadline, f"{health}\n{project.logs()}"
         await asyncio.sleep(0.5)
-
-
-def _wheels() -> Path:
-    """The wheels that the images install, gathered once a machine and set of versions."""
-    inputs = [ROOT / "constraints.txt", *sorted(ROOT.glob("libs/*/pyproject.toml"))]
-    inputs += [ROOT / f"services/{name}/pyproject.toml" for name in SERVICES]
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in inputs)).hexdigest()[:16]
-    kept = _CACHE / digest
-    if not kept.exists():
-        partial = _CACHE / f".{digest}-{os.getpid()}"
-        wanted = ["clients/python/stubs", "libs/chassis", "libs/codec", "services/sandbox[docker]"]
-        wanted += [f"services/{name}" for name in SERVICES if name != "sandbox"]
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-build-isolation"]
-        named = ["hatchling", *(f"./{name}" for name in wanted)]
-        _run([*pip, "-c", "constraints.txt", "-w", str(partial), *named], os.environ, ROOT)
-        for ours in partial.glob("penstock*"):
-            ours.unlink()
-        partial.rename(kept)
-    return kept
 
 
 def _run(argv: Sequence[str], environment: Mapping[str, str], folder: Path = ROOT) -> str:

@@ -10,33 +10,40 @@ import asyncio
 import contextlib
 import io
 import os
-import re
 import shutil
 import signal
 import subprocess
-import tarfile
 import tempfile
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from tests.support import base_images
+from tests.support.base_images import which
 
 BASE: Final = "penstock-test/debian:1"
 """Debian with Python and bash."""
 TINY: Final = "penstock-test/busybox:1"
 """One static program and its names: neither Python nor bash."""
 
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-tests" / "docker"
-_BASE_TAR = _CACHE / "debian-2.tar"
-_PACKAGES = "ca-certificates,git,procps,python3,python3-venv"
+RUNTIME: Final = "runsc"
+"""A runtime of gVisor's name beside the engine's own: runc, which notes what it is asked in `Engine.runtime_log`."""
+ELSEWHERE: Final = "elsewhere"
+"""A runtime whose containers' processes are not this machine's, as with gVisor and Kata: what shows is another's."""
+
 _NEEDED = ("dockerd", "containerd", "runc", "debootstrap", "busybox")
 _ADVICE = "apt-get install -y --no-install-recommends docker.io debootstrap busybox-static"
 _READY_S = 60.0
-_PASSWD = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
-_APPLETS = ("cat", "echo", "env", "id", "ls", "mkdir", "rm", "sh", "sleep", "touch", "true", "wc", "yes")
+_ELSEWHERE = r"""
+for word in "$@"; do
+  [ "$before" = --bundle ] && sed -i 's#"/opt/penstock/hold"#"/bin/sleep","1000"#' "$word/config.json"
+  before=$word
+done
+"""
 
 
 @dataclass
@@ -46,6 +53,12 @@ class Engine:
     folder: Path
     process: subprocess.Popen[bytes]
     api: Any
+
+    @property
+    def runtime_log(self) -> str:
+        """What RUNTIME was asked for, a line each."""
+        log = self.folder / f"{RUNTIME}.log"
+        return log.read_text() if log.exists() else ""
 
     @property
     def host(self) -> str:
@@ -61,8 +74,46 @@ class Engine:
             # Prepared images are a cache; theirs is empty.
             if image["Labels"].get(label):
                 names.append(f"image {image['RepoTags']}")
+        if label == "penstock.instance":
+            # With whatever label: an image may declare some of its own.
+            names = [name for name in names if not name.startswith("volume ")]
+            names += [f"volume {one['Name']}" for one in self.api.volumes().get("Volumes") or []]
         names += [f"network {one['Name']}" for one in self.api.networks() if one["Name"] not in ("host", "none")]
         return names
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[set[str]]:
+        """The ids of all containers that are made meanwhile, those that are gone again included."""
+        stream = self.api.events(filters={"type": "container", "event": "create"}, decode=True)
+        made: set[str] = set()
+
+        def watch() -> None:
+            for event in stream:
+                made.add(event["id"])
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield made
+        finally:
+            stream.close()
+            thread.join()
+
+    def traces(self, containers: set[str]) -> list[str]:
+        """What this machine's kernel still has of containers: control groups, their supervisors, mounts."""
+        found = []
+        for folder, names, _ in os.walk("/sys/fs/cgroup"):
+            found += [f"control group {folder}/{name}" for name in names if name in containers]
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                found += [f"process {arguments}" for argument in arguments if argument in containers]
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            point = line.split()[4]
+            # One of the layers' driver itself is there as long as the engine.
+            if point.startswith((f"{self.folder}/data/overlay2/", f"{self.folder}/exec/netns/")):
+                found.append(f"mount {point}")
+        return found
 
 
 _engine: Engine | None = None
@@ -72,7 +123,7 @@ def engine() -> Engine:
     """The session's engine, started where it is not. Skips, or fails where CI is set, when this machine has none."""
     global _engine
     if _engine is None:
-        missing = [name for name in _NEEDED if _which(name) is None]
+        missing = [name for name in _NEEDED if which(name) is None]
         problem = f"no {', '.join(missing)}: {_ADVICE}" if missing else ""
         if os.geteuid() != 0:
             problem = "an engine of its own needs root"
@@ -94,10 +145,6 @@ def stop() -> None:
         _end(stopped.process, stopped.folder)
 
 
-def _which(name: str) -> str | None:
-    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin")
-
-
 def _start() -> Engine:
     import docker
 
@@ -105,9 +152,14 @@ def _start() -> Engine:
     folder = Path(tempfile.mkdtemp(prefix="pd-"))
     folder.chmod(0o755)
     log = folder / "log"
-    argv = [_which("dockerd") or "dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")]
+    argv = [which("dockerd") or "dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")]
     argv += ["--pidfile", str(folder / "pid"), "-H", f"unix://{folder}/docker.sock"]
     argv += ["--bridge", "none", "--iptables=false", "--ip6tables=false"]
+    for name, body in ((RUNTIME, f'echo "$*" >> {folder}/{RUNTIME}.log'), (ELSEWHERE, _ELSEWHERE)):
+        program = folder / name
+        program.write_text(f'#!/bin/sh\n{body}\nexec runc "$@"\n')
+        program.chmod(0o755)
+        argv += ["--add-runtime", f"{name}={program}"]
     environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
     with log.open("wb") as output:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
@@ -122,9 +174,9 @@ def _start() -> Engine:
                 raise AssertionError(f"dockerd did not start:\n{log.read_text(errors='replace')[-4000:]}")
             time.sleep(0.05)
         made = Engine(folder, process, api)
-        _import(made, BASE, _base_tar())
+        _import(made, BASE, base_images.base())
         tiny = folder / "tiny.tar"
-        _write_tiny(tiny)
+        base_images.write_tiny(tiny)
         _import(made, TINY, tiny)
     except BaseException:
         _end(process, folder)
@@ -155,65 +207,6 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-# Images --------------------------------------------------------------------------------------------------------------
-
-
-def _base_tar() -> Path:
-    """A minimal Debian with Python as a tar, made once a machine."""
-    if not _BASE_TAR.exists():
-        _CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="penstock-debootstrap-") as place:
-            root = Path(place) / "root"
-            argv = [_which("debootstrap") or "debootstrap", "--variant=minbase", f"--include={_PACKAGES}"]
-            _run([*argv, "bookworm", str(root), _mirror()])
-            # As small as can be, and with accounts that name nobody but root.
-            for leftover in (
-                "var/cache/apt",
-                "var/lib/apt/lists",
-                "usr/share/doc",
-                "usr/share/man",
-                "usr/share/locale",
-            ):
-                shutil.rmtree(root / leftover, ignore_errors=True)
-            for file in ("etc/shadow", "etc/shadow-", "etc/gshadow", "etc/gshadow-", "etc/passwd-", "etc/group-"):
-                (root / file).unlink(missing_ok=True)
-            (root / "etc/passwd").write_text(_PASSWD)
-            partial = _BASE_TAR.with_suffix(f".{os.getpid()}")
-            _run(["tar", "-C", str(root), "--exclude=./dev/*", "-cf", str(partial), "."])
-            partial.rename(_BASE_TAR)
-    return _BASE_TAR
-
-
-def _run(argv: Sequence[str]) -> None:
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{argv[0]}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
-
-
-def _mirror() -> str:
-    """Where this machine gets its Debian packages from."""
-    folder = Path("/etc/apt")
-    for file in (folder / "sources.list", *sorted((folder / "sources.list.d").glob("*"))):
-        if file.is_file() and (found := re.search(r"https?://\S+/debian/?(?=\s)", file.read_text() + "\n")):
-            return found[0]
-    raise RuntimeError("no mirror of Debian is named in /etc/apt: the Docker tests make their base image from one")
-
-
-def _write_tiny(target: Path) -> None:
-    with tarfile.open(target, "w") as archive:
-        for folder in (".", "./bin", "./etc", "./tmp"):
-            member = tarfile.TarInfo(folder)
-            member.type, member.mode = tarfile.DIRTYPE, 0o755
-            archive.addfile(member)
-        content = Path(_which("busybox") or "busybox").read_bytes()
-        program = tarfile.TarInfo("./bin/busybox")
-        program.mode, program.size = 0o755, len(content)
-        archive.addfile(program, io.BytesIO(content))
-        for applet in _APPLETS:
-            link = tarfile.TarInfo(f"./bin/{applet}")
-            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
-            archive.addfile(link)
-
-
 # Services on it -------------------------------------------------------------------------------------------------------
 
 
@@ -227,3 +220,10 @@ def settings(reach: str) -> dict[str, str]:
 async def running() -> AsyncIterator[Mapping[str, str]]:
     """The session's engine beside a service, as its settings name it."""
     yield {"PENSTOCK_SANDBOX_DOCKER_HOST": (await asyncio.to_thread(engine)).host}
+
+
+def build(name: str, *lines: str) -> None:
+    """An image of the session's engine from the lines of a Dockerfile, which needs no other file and no network."""
+    text = "\n".join(lines).encode()
+    for said in engine().api.build(fileobj=io.BytesIO(text), tag=name, rm=True, forcerm=True, decode=True):
+        assert "error" not in said, said["error"]

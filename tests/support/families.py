@@ -85,8 +85,9 @@ FAMILIES: Mapping[str, tiny.Family] = {
         (),
         _DEEPSEEK[0],
     ),
-    # Templates of other shapes than anyone's; the second ends a prompt inside reasoning.
+    # Templates of other shapes than anyone's; the last ends a prompt inside reasoning.
     "shows_call_ids": tiny.Family(template("shows_call_ids")),
+    "system_first": tiny.Family(template("system_first")),
     "strips_old_reasoning": tiny.Family(template("strips_old_reasoning")),
 }
 """Families whose templates let a conversation go on exactly."""

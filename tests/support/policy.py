@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,8 +26,32 @@ Reply = Callable[[str], str]
 
 
 def bash(command: str, **more: str) -> str:
-    """An answer that calls the tool `bash`, which every agent of the tests has."""
-    return f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': {'command': command, **more}})}\n</tool_call>"
+    """An answer that calls the tool `bash`, which most agents of the tests have."""
+    return calling("bash", command=command, **more)
+
+
+def calling(tool: str, **arguments: str) -> str:
+    """An answer that calls a tool."""
+    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+
+
+SHELLS: Mapping[str, Callable[[str], str]] = {
+    # Claude Code
+    "Claude Agent SDK": lambda command: calling("Bash", command=command, description="Does the work"),
+    # Codex
+    "\nexec_command: ": lambda command: calling("exec_command", cmd=command),
+}
+"""How agents that have no tool `bash` run a command, by what of their prompts tells them apart."""
+
+
+def in_shell(command: str, **more: str) -> Reply:
+    """An answer that runs a command with the tool that the prompt's agent has; `more` goes to a tool `bash`."""
+
+    def reply(prompt: str) -> str:
+        found = next((write for mark, write in SHELLS.items() if mark in prompt), None)
+        return bash(command, **more) if found is None else found(command)
+
+    return reply
 
 
 def sampled(text: str) -> tuple[list[int], list[float]]:
@@ -42,13 +66,14 @@ def prompt_text(call: ModelCall) -> str:
     return CODEC.decode(call.prompt_token_ids)
 
 
-def in_turn(*replies: str, title: str = "A title") -> Reply:
+def in_turn(*replies: str | Reply, title: str = "A title") -> Reply:
     """Answers a conversation's turns in order, by the number of answers that its prompt holds already."""
 
     def reply(prompt: str) -> str:
         if TITLE_SYSTEM_PROMPT in prompt:
             return title
-        return replies[min(prompt.count("<|im_start|>assistant") - 1, len(replies) - 1)]
+        chosen = replies[min(prompt.count("<|im_start|>assistant") - 1, len(replies) - 1)]
+        return chosen if isinstance(chosen, str) else chosen(prompt)
 
     return reply
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import yaml
 from tests.support import toolboxes
-from tests.support.policy import FILES, TITLE_SYSTEM_PROMPT, bash
+from tests.support.policy import FILES, SHELLS, TITLE_SYSTEM_PROMPT, bash
 
 from penstock.client import Penstock, connect
 from penstock.client.stack import LocalStack
@@ -48,6 +48,14 @@ SCRIPT: dict[str, Any] = {
     "strict": False,
     "turns": [
         {"when": {"prompt_contains": TITLE_SYSTEM_PROMPT}, "repeat": True, "reply": "A title"},
+        *[
+            {
+                "when": {"prompt_contains": mark, "has_tool_result": False},
+                "repeat": True,
+                "reply": write("bash work.sh"),
+            }
+            for mark, write in SHELLS.items()
+        ],
         {
             "when": {"has_tool_result": False},
             "repeat": True,

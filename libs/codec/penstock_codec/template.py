@@ -3,7 +3,8 @@
 The rendering environment follows the documented contract of chat templates (block trimming, `raise_exception`,
 `strftime_now`, a `tojson` that keeps key order and non-ASCII text, loop controls, `generation` blocks), so the text
 is the one that transformers renders. Messages go in the OpenAI shape; arguments that are a JSON object go in as an
-object.
+object. Agents give instructions in the midst of a conversation; to a template that takes them at its beginning only,
+they are the user's words.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -27,6 +29,7 @@ from penstock_codec.errors import CodecError
 
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ALPHABET = string.ascii_letters + string.digits
+_INSTRUCTING = (Role.SYSTEM, Role.DEVELOPER)
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -59,6 +62,7 @@ class ChatTemplate:
         self._short_ids = (
             "tool_calls" in text and self._refuses_ids("call_0123456789") and not self._refuses_ids("a1b2c3d4e")
         )
+        self._late_instructions = self._takes_late_instructions()
 
     def render(
         self,
@@ -80,7 +84,7 @@ class ChatTemplate:
             raise CodecError("TEMPLATE_REFUSED", f"template_kwargs may not set {', '.join(sorted(clash))}")
         try:
             return self._template.render(
-                messages=[item for message in messages for item in self._as_dicts(message)],
+                messages=[item for message in self._placed(messages) for item in self._as_dicts(message)],
                 tools=[_tool_dict(tool) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -105,6 +109,32 @@ class ChatTemplate:
             return call_id
         number = int.from_bytes(hashlib.blake2b(call_id.encode("utf-8", "surrogatepass"), digest_size=8).digest())
         return "".join(_ALPHABET[number // 62**place % 62] for place in range(9))
+
+    def _takes_late_instructions(self) -> bool:
+        """Whether a system message may follow a user's. Some templates refuse it, leave it out or put it first."""
+        self._late_instructions = True
+        question, probe = "early question", "late instruction"
+        try:
+            text = self.render([Message.user(question), Message.system(probe)])
+        except CodecError:
+            return False
+        return 0 <= text.find(question) < text.find(probe)
+
+    def _placed(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages, with instructions that come too late for the template at the end of the user's words."""
+        if self._late_instructions:
+            return messages
+        placed: list[Message] = []
+        opened = False  # the conversation itself has begun
+        for message in messages:
+            if message.role not in _INSTRUCTING or not opened:
+                opened = opened or message.role not in _INSTRUCTING
+                placed.append(message)
+            elif placed[-1].role is Role.USER and not placed[-1].tool_results:
+                placed[-1] = replace(placed[-1], parts=(*placed[-1].parts, TextPart("\n\n"), *message.parts))
+            else:
+                placed.append(Message(Role.USER, message.parts))
+        return placed
 
     def _as_dicts(self, message: Message) -> list[dict[str, Any]]:
         if any(isinstance(part, ImagePart) or getattr(part, "images", ()) for part in message.parts):

@@ -26,7 +26,9 @@ from penstock_interception.gate import Gate, GateLimits
 from penstock_interception.ingress.app import Ingress, IngressLimits
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, DialectCodec, Route
+from penstock_interception.ingress.messages import Messages
 from penstock_interception.ingress.passthrough import Passthrough
+from penstock_interception.ingress.responses import Responses
 from penstock_interception.requests import ChatRequest
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import RolloutGateServicer, register_gate
@@ -70,10 +72,10 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             )
         )
         codecs = CodecCache(settings.state_dir / "tokenizers", pool)
-        sources = await _sources(settings, codecs, http, stack)
         tasks = await stack.enter_async_context(_cancelled_at_exit())
-        dialects: tuple[DialectCodec, ...] = (ChatCompletions(),)
+        dialects: tuple[DialectCodec, ...] = (ChatCompletions(), Responses(), Messages())
         parse = partial(_parse, {dialect.dialect: dialect for dialect in dialects})
+        sources = await _sources(settings, codecs, http, parse, stack)
         turns = Turns(
             store, sources, tasks, pool, parse=parse, limits=_limits(settings), closed_kept=settings.closed_kept
         )
@@ -103,7 +105,11 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
 
 
 async def _sources(
-    settings: InterceptionSettings, codecs: CodecCache, http: aiohttp.ClientSession, stack: AsyncExitStack
+    settings: InterceptionSettings,
+    codecs: CodecCache,
+    http: aiohttp.ClientSession,
+    parse: Callable[[Dialect, bytes], ChatRequest],
+    stack: AsyncExitStack,
 ) -> Sources:
     inference: dict[str, Callable[[str], ModelSource]] = {}
     if settings.inference_address:
@@ -122,6 +128,7 @@ async def _sources(
     return Sources(
         codecs,
         http,
+        parse,
         inference=inference,
         upstreams=upstreams,
         tokenizers=settings.tokenizers,

@@ -23,7 +23,7 @@ from penstock_sandbox.backends.local.installer import Installer
 from penstock_sandbox.forks import Forks
 from penstock_sandbox.model import Resources
 from penstock_sandbox.policy import Limits
-from penstock_sandbox.records import MIGRATIONS
+from penstock_sandbox.records import MIGRATIONS, SnapshotRecords
 from penstock_sandbox.sandboxes import Sandboxes
 from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.snapshots import Snapshots
@@ -114,7 +114,14 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
         stack.push_async_callback(sandboxes.aclose)
         forks = Forks(sandboxes)
         stack.push_async_callback(forks.aclose)
-        snapshots = Snapshots(sandboxes, settings.max_lease_s, settings.snapshot_cache_bytes)
+        snapshots = Snapshots(
+            sandboxes,
+            SnapshotRecords(journal),
+            settings.max_lease_s,
+            settings.snapshot_cache_bytes,
+            keep=settings.keep_snapshots,
+        )
+        await snapshots.open()
         stack.push_async_callback(snapshots.aclose)
         yield App(sandboxes, forks, snapshots, toolboxes, spool)
 

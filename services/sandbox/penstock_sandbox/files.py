@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from penstock_chassis.errors import DataLoss, InvalidArgument, ResourceExhausted, Violation
@@ -18,6 +19,8 @@ from penstock_sandbox.model import FileInfo
 
 CHUNK = 256 * 1024
 DEFAULT_TREE_BYTES = 1024 * 1024 * 1024
+# Below this a thread costs more than it takes off the event loop.
+_HASHED_AT_ONCE = 32 * 1024
 _MAX_ARCHIVE = 8 * 1024 * 1024 * 1024
 
 
@@ -47,11 +50,25 @@ async def read(
             data = await reader.read(offset, CHUNK if left is None else min(CHUNK, left))
             if not data:
                 break
-            digest.update(data)
-            yield data
+            async with _beside(digest, data):
+                yield data
             offset += len(data)
             left = None if left is None else left - len(data)
     yield digest.digest()
+
+
+@asynccontextmanager
+async def _beside(digest: hashlib._Hash, data: bytes) -> AsyncIterator[None]:
+    """Hash a chunk in a thread while something else is done with it; a small one is hashed at once."""
+    if len(data) < _HASHED_AT_ONCE:
+        digest.update(data)
+        yield
+        return
+    hashing = asyncio.ensure_future(asyncio.to_thread(digest.update, data))
+    try:
+        yield
+    finally:
+        await hashing
 
 
 class Upload:
@@ -61,10 +78,12 @@ class Upload:
         self._digest = hashlib.sha256()
         self.size = 0
 
-    def add(self, data: bytes) -> None:
-        """Account for a chunk."""
-        self._digest.update(data)
+    @asynccontextmanager
+    async def adding(self, data: bytes) -> AsyncIterator[None]:
+        """Account for a chunk, beside what is done with it in here."""
         self.size += len(data)
+        async with _beside(self._digest, data):
+            yield
 
     def check(self, expected: bytes) -> bytes:
         """The digest. Raises DataLoss (DIGEST_MISMATCH) when ``expected`` is given and differs."""
@@ -88,8 +107,8 @@ async def write(
                 digest = upload.check(expected[0] if expected else b"")
                 await writer.commit()
                 return upload.size, digest
-            upload.add(chunk)
-            await writer.write(chunk)
+            async with upload.adding(chunk):
+                await writer.write(chunk)
     raise InvalidArgument("the stream ended without an end frame; nothing was written", reason="STREAM_INCOMPLETE")
 
 
@@ -105,9 +124,9 @@ async def read_tree(handle: SandboxHandle, path: str, max_bytes: int) -> AsyncIt
     """A tree as tar chunks, each (chunk, b""), then (b"", SHA-256 of the tar)."""
     digest = hashlib.sha256()
     async for chunk in handle.read_tree(absolute(handle, path), max_bytes):
-        digest.update(chunk)
-        for start in range(0, len(chunk), CHUNK):
-            yield chunk[start : start + CHUNK], b""
+        async with _beside(digest, chunk):
+            for start in range(0, len(chunk), CHUNK):
+                yield chunk[start : start + CHUNK], b""
     yield b"", digest.digest()
 
 
@@ -122,8 +141,8 @@ async def write_tree(
                 upload.check(expected[0] if expected else b"")
                 archive.flush()
                 return await handle.write_tree(absolute(handle, path), archive.fileno())
-            upload.add(chunk)
-            if upload.size > _MAX_ARCHIVE:
+            if upload.size + len(chunk) > _MAX_ARCHIVE:
                 raise ResourceExhausted(f"the archive is larger than {_MAX_ARCHIVE} bytes", reason="TREE_TOO_LARGE")
-            await asyncio.to_thread(archive.write, chunk)
+            async with upload.adding(chunk):
+                await asyncio.to_thread(archive.write, chunk)
     raise InvalidArgument("the stream ended without an end frame; nothing was written", reason="STREAM_INCOMPLETE")

@@ -72,6 +72,8 @@ class SandboxSpec:
     user: str = ""
     lease_s: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    to_be_sealed: bool = field(default=False, compare=False)
+    """Whether a snapshot will be made of it, for a backend that must note how its files are at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class ForkKind(enum.Enum):
     REPLAY = 2
     FILESYSTEM = 3
     MEMORY = 4
+    ARCHIVE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,7 @@ class Capabilities:
     toolboxes: bool = False
     kill_tree: bool = False
     live_fork: bool = False
+    open_egress: bool = False
 
 
 @dataclass(frozen=True, slots=True)

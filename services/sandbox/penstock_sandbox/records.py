@@ -1,16 +1,24 @@
-"""The journal of sandboxes: which ones there may be, written before anything of them is made.
+"""The journal of sandboxes and of snapshots.
 
-Invariants: a row exists from before its sandbox is made until everything of it is gone, so that whatever kills this
-service, its next start knows what to look for (R50). Nothing else survives: no handle, no output, no snapshot.
+Invariants: a sandbox's row exists from before it is made until everything of it is gone, so that whatever kills this
+service, its next start knows what to look for (R50). A snapshot's row is written once its layer is whole and erased
+before that goes: a layer without a row is nobody's. Rows hold no value of a secret environment, and nothing else
+survives: no handle, no output.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+
+import structlog
+from pydantic import TypeAdapter, ValidationError
 
 from penstock_chassis.journal import Journal
+from penstock_sandbox.model import SandboxSpec, Snapshot
 
 MIGRATIONS = (
     """
@@ -19,7 +27,14 @@ MIGRATIONS = (
     ) STRICT;
     """,
     "ALTER TABLE sandbox DROP COLUMN state;",
+    """
+    CREATE TABLE snapshot (
+        id TEXT PRIMARY KEY, backend TEXT NOT NULL, made_by TEXT NOT NULL, content BLOB NOT NULL
+    ) STRICT;
+    """,
 )
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,61 @@ class Records:
         """Forget sandboxes of which nothing is left; unknown ones are fine."""
         if sandbox_ids:
             await self._journal.write([("DELETE FROM sandbox WHERE id = ?", (one,)) for one in sandbox_ids])
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotRecord:
+    """A snapshot, the spec of the sandbox that was sealed, and the snapshot below it (empty: none)."""
+
+    snapshot: Snapshot
+    spec: SandboxSpec
+    below: str
+
+
+_CONTENT = TypeAdapter(SnapshotRecord)
+
+
+class SnapshotRecords:
+    """The rows of the snapshots of those backends where a layer outlives its service."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    async def of(self, backend: str) -> list[SnapshotRecord]:
+        """Those on a backend, oldest first. Rows that another version of this service wrote are nobody's: erased."""
+        rows = await self._journal.query(
+            "SELECT id, made_by, content FROM snapshot WHERE backend = ? ORDER BY rowid", (backend,)
+        )
+        found = []
+        for row in rows:
+            try:
+                if row["made_by"] != _made_by():
+                    raise ValueError("made by another version")
+                found.append(_CONTENT.validate_json(row["content"]))
+            except (ValidationError, ValueError) as error:
+                _log.info("a snapshot is not taken over", snapshot=row["id"], why=type(error).__name__)
+                await self.erase(row["id"])
+        return found
+
+    async def backends(self) -> set[str]:
+        """The backends that have rows."""
+        return {row["backend"] for row in await self._journal.query("SELECT DISTINCT backend FROM snapshot")}
+
+    async def write(self, record: SnapshotRecord) -> None:
+        """Remember a snapshot; returns once it is on disk."""
+        one = record.snapshot
+        await self._journal.execute(
+            "INSERT INTO snapshot (id, backend, made_by, content) VALUES (?, ?, ?, ?)",
+            (one.id, one.backend, _made_by(), _CONTENT.dump_json(record)),
+        )
+
+    def erase(self, snapshot_id: str) -> asyncio.Future[list[int]]:
+        """Forget a snapshot, in order with what is written before and after; await it to have it on disk."""
+        return self._journal.submit([("DELETE FROM snapshot WHERE id = ?", (snapshot_id,))])
+
+
+def _made_by() -> str:
+    return version("penstock-sandbox")
 
 
 def _labels(text: str) -> Mapping[str, str]:

@@ -51,8 +51,8 @@ _log = structlog.get_logger(__name__)
 class Toolboxes(Protocol):
     """Where installed toolboxes are found."""
 
-    def mounted(self, toolbox_id: str) -> MountedToolbox:
-        """Raises NotFound (TOOLBOX_UNKNOWN)."""
+    def mounted(self, toolbox_id: str, *, host_programs: bool) -> MountedToolbox:
+        """With the runtimes that sandboxes lack which see this host's programs, or do not. Raises NotFound."""
 
     def hold(self, toolbox_ids: Sequence[str]) -> None:
         """A sandbox uses them from here on."""
@@ -166,7 +166,9 @@ class Sandboxes:
         assert spec.lease_s is not None
         # Given back here if it comes to no sandbox, otherwise with the sandbox.
         with ExitStack() as holds:
-            mounted = [self._toolboxes.mounted(toolbox) for toolbox in spec.toolbox_ids]
+            mounted = [
+                self._toolboxes.mounted(toolbox, host_programs=backend.host_programs) for toolbox in spec.toolbox_ids
+            ]
             self._toolboxes.hold(spec.toolbox_ids)
             holds.callback(self._toolboxes.release, spec.toolbox_ids)
             if spec.snapshot_id:

@@ -37,6 +37,11 @@ class SandboxSettings(ServiceSettings):
     snapshot_cache_bytes: int = Field(
         20 * 1024**3, ge=0, description="bytes of snapshots to keep; the least recently used go first, none in use"
     )
+    keep_snapshots: bool = Field(
+        False,
+        description="leave snapshots where they outlive this service (docker, e2b) when it is stopped, for its next "
+        "start on the same state directory; one that was killed leaves them anyway",
+    )
     allowed_upstreams: tuple[str, ...] = Field(
         ("127.0.0.1:7780", "localhost:7780"),
         description="patterns (with * and ?) of host:port, tls:host:port or unix:/path that a sandbox's one endpoint "
@@ -85,7 +90,8 @@ class SandboxSettings(ServiceSettings):
     hf_start_timeout_s: float = Field(300.0, gt=0, description="seconds that an hf sandbox may take to start")
     hf_allow_open_egress: bool = Field(
         False,
-        description="offer one-endpoint networks on hf, where everything else on the internet can be reached as well",
+        description="offer sandboxes with one endpoint or no network on hf, where the rest of the internet can be "
+        "reached all the same; rollouts of agents need it",
     )
 
     e2b_api_key: SecretStr | None = Field(None, description="E2B's API key; E2B_API_KEY counts where this is unset")
@@ -121,6 +127,17 @@ class SandboxSettings(ServiceSettings):
         False,
         description="give Docker sandboxes a read-only root, with home, working directory and /tmp in bounded memory: "
         "no forks and no diffs then",
+    )
+    docker_allow_root: bool = Field(
+        False,
+        description="offer Docker sandboxes whose user is root: without a capability, but the kernel's root unless the "
+        "daemon remaps users",
+    )
+    docker_prepared_bytes: int = Field(
+        20 * 1024**3,
+        ge=0,
+        description="bytes that making images ready for sandboxes may add to the daemon's; the least recently used go "
+        "first, none in use",
     )
     image_pull_timeout_s: float = Field(600.0, gt=0, description="seconds that pulling an image may take")
 

@@ -6,15 +6,15 @@ output and duration is told).
 Invariants: a snapshot's key is the hash of everything that went into it; concurrent callers for one key share the work;
 a setup that failed leaves no snapshot and no sandbox. A snapshot never changes. Together they take at most the cache's
 size, as far as those in use let them: the least recently used go first, never one that a sandbox or another snapshot
-stands on, that is being forked, or that was used in the last minute, so that who prepared one can fork it. None
-survives the service.
+stands on, that is being forked, or that was used in the last minute, so that who prepared one can fork it. Where
+layers outlive their service, those that a service which died knew are known to its successor, and where ``keep`` is
+set also those of one that was stopped; whatever the journal does not name goes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-import hashlib
-import hmac
 import secrets
 import time
 from collections import OrderedDict
@@ -25,19 +25,14 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_sandbox import files
+from penstock_sandbox.backends.base import Backend
 from penstock_sandbox.bases import unknown
-from penstock_sandbox.deletion import Deletion
-from penstock_sandbox.model import (
-    Command,
-    ExitReason,
-    RunResult,
-    SandboxSpec,
-    SeedFile,
-    Snapshot,
-    SnapshotSpec,
-)
+from penstock_sandbox.deletion import Deletion, Pause
+from penstock_sandbox.model import ExitReason, RunResult, SandboxSpec, Snapshot, SnapshotSpec
 from penstock_sandbox.progress import SharedWork
+from penstock_sandbox.records import SnapshotRecord, SnapshotRecords
 from penstock_sandbox.sandboxes import Sandboxes
+from penstock_sandbox.snapshot_key import key_of
 
 _OUTPUT_LIMIT = 64 * 1024
 _SETUP_LEASE_S = 3600.0
@@ -73,14 +68,29 @@ class _Known:
 
 
 class Snapshots:
-    """All snapshots of the service; ``cache_bytes`` bounds them, those in use aside."""
+    """All snapshots of the service.
+
+    ``cache_bytes`` bounds them, those in use aside; ``keep`` leaves them at the end where they outlive the service.
+    """
 
     def __init__(
-        self, sandboxes: Sandboxes, max_lease_s: float, cache_bytes: int, clock: Callable[[], float] = time.time
+        self,
+        sandboxes: Sandboxes,
+        records: SnapshotRecords,
+        max_lease_s: float,
+        cache_bytes: int,
+        *,
+        keep: bool = False,
+        clock: Callable[[], float] = time.time,
+        pause: Pause = asyncio.sleep,
     ) -> None:
         self._sandboxes = sandboxes
         self._bases = sandboxes.bases
         self._bases.on_unused = self._trim
+        self._records = records
+        self._keep = keep
+        self._pause = pause
+        self._takeovers: list[Deletion] = []
         self._lease_s = min(_SETUP_LEASE_S, max_lease_s)
         self._cache_bytes = cache_bytes
         self._clock = clock
@@ -88,7 +98,43 @@ class Snapshots:
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._by_key: dict[str, str] = {}
         self._working: dict[str, SharedWork[Progress, Snapshot]] = {}
-        self._salt = secrets.token_bytes(16)
+
+    async def open(self) -> None:
+        """Take over what the journal names; where a backend cannot say yet what it has, that goes on by itself."""
+        backends = {info.name: self._sandboxes.backend(info.name) for info in self._sandboxes.backends()}
+        for name in sorted(await self._records.backends() - backends.keys()):
+            # Their rows stay: the backend may be configured again.
+            _log.error("snapshots were left on a backend that is not there any more", backend=name)
+        for backend in backends.values():
+            if backend.layers_outlive:
+                self._takeovers.append(self._take_over(backend, await self._records.of(backend.name)))
+        await asyncio.gather(*(takeover.outcome() for takeover in self._takeovers), return_exceptions=True)
+
+    def _take_over(self, backend: Backend, records: list[SnapshotRecord]) -> Deletion:
+        async def attempt() -> None:
+            try:
+                there = await backend.adopt_layers([record.snapshot.id for record in records])
+            except FailedPrecondition as error:
+                if records:
+                    _log.warning("snapshots are not known for now", backend=backend.name, reason=error.message)
+                return
+            for record in records:
+                if record.snapshot.id in there:
+                    self._adopt(record)
+                else:
+                    await self._records.erase(record.snapshot.id)
+            self._trim()
+
+        return Deletion(f"what an earlier service left of snapshots on {backend.name}", attempt, pause=self._pause)
+
+    def _adopt(self, record: SnapshotRecord) -> None:
+        snapshot = record.snapshot
+        below = record.below if record.below in self._known else ""
+        if below:
+            self._bases.hold(below)
+        self._known[snapshot.id] = _Known(snapshot, record.spec, below, self._clock())
+        if self._by_key.setdefault(snapshot.key, snapshot.id) != snapshot.id:
+            self._forget(snapshot.id)  # it was prepared again before this one was found
 
     async def prepare(self, spec: SnapshotSpec) -> AsyncIterator[Progress | Snapshot]:
         """Make the snapshot, or join who makes it, or find it made: progress, then the snapshot.
@@ -96,8 +142,8 @@ class Snapshots:
         Raises FailedPrecondition (SETUP_FAILED) after the progress that shows which command failed, and what
         ``Sandboxes.create`` raises.
         """
-        key = self.key(spec)
-        if (known := self._by_key.get(key)) is not None:
+        key = key_of(spec)
+        if (known := self._by_key.get(key)) is not None and await self._is_there(known):
             yield self._used(known).snapshot
             return
         work = self._working.get(key)
@@ -114,8 +160,19 @@ class Snapshots:
             yield event
         yield await work.result()
 
+    async def _is_there(self, snapshot_id: str) -> bool:
+        """Whether a snapshot can be forked; one that its backend has lost is forgotten."""
+        backend = self._sandboxes.backend(self._known[snapshot_id].snapshot.backend)
+        there = await backend.has_layer(snapshot_id)
+        if not there and snapshot_id in self._known:
+            _log.warning("a snapshot was lost; it is prepared again", snapshot=snapshot_id)
+            self._forget(snapshot_id)
+        return snapshot_id in self._known
+
     async def _make(self, key: str, spec: SnapshotSpec, tell: Callable[[Progress], None]) -> Snapshot:
-        setup = dataclasses.replace(spec.sandbox, lease_s=self._lease_s, labels={"penstock/snapshot": key[:32]})
+        setup = dataclasses.replace(
+            spec.sandbox, lease_s=self._lease_s, labels={"penstock/snapshot": key[:32]}, to_be_sealed=True
+        )
         self._sandboxes.refuse_unforkable(setup)
         sandbox = await self._sandboxes.create("", setup, shared=True)
         try:
@@ -148,7 +205,13 @@ class Snapshots:
         backend = self._sandboxes.backend(sealed.backend)
         now = self._clock()
         snapshot = Snapshot(layer.id, key, backend.name, now, layer.size, backend.capabilities.fork)
-        kept = dataclasses.replace(sealed, lease_s=None, labels={})
+        kept = dataclasses.replace(sealed, lease_s=None, labels={}, to_be_sealed=False)
+        if backend.layers_outlive:
+            try:
+                await self._records.write(SnapshotRecord(snapshot, kept, below))
+            except BaseException:
+                self._leave(snapshot, below)
+                raise
         self._known[snapshot.id] = _Known(snapshot, kept, below, now)
         self._by_key[key] = snapshot.id
         self._trim()
@@ -181,15 +244,21 @@ class Snapshots:
 
         Raises Unavailable (DELETE_PENDING) when its backend could not remove it yet.
         """
-        if snapshot_id in self._known and (deletion := self._forget(snapshot_id)) is not None:
-            await deletion.outcome()
+        if snapshot_id in self._known:
+            deletion = self._forget(snapshot_id)
+            await self._records.erase(snapshot_id)
+            if deletion is not None:
+                await deletion.outcome()
 
     async def aclose(self) -> None:
-        """Stop what is being prepared and remove all: each goes with the last sandbox that stands on it."""
+        """Stop what is being prepared and remove what is not kept, each with the last sandbox that stands on it."""
+        for takeover in self._takeovers:
+            await takeover.aclose()
         for work in list(self._working.values()):
             await work.aclose()
-        for snapshot_id in list(self._known):
-            self._forget(snapshot_id)
+        for snapshot_id, known in list(self._known.items()):
+            if not (self._keep and self._sandboxes.backend(known.snapshot.backend).layers_outlive):
+                self._forget(snapshot_id)
 
     def _find(self, snapshot_id: str) -> _Known:
         known = self._known.get(snapshot_id)
@@ -205,11 +274,16 @@ class Snapshots:
 
     def _forget(self, snapshot_id: str) -> Deletion | None:
         known = self._known.pop(snapshot_id)
-        self._by_key.pop(known.snapshot.key, None)
-        below = known.below
-        backend = self._sandboxes.backend(known.snapshot.backend)
+        if self._by_key.get(known.snapshot.key) == snapshot_id:
+            del self._by_key[known.snapshot.key]
+        # Before its layer goes: one that nobody remembers is removed, whatever comes between.
+        self._records.erase(snapshot_id).add_done_callback(_erased)
+        return self._leave(known.snapshot, known.below)
+
+    def _leave(self, snapshot: Snapshot, below: str) -> Deletion | None:
+        backend = self._sandboxes.backend(snapshot.backend)
         return self._bases.leave(
-            snapshot_id, backend, lambda: self._bases.release(below) if below else None, closed=True
+            snapshot.id, backend, lambda: self._bases.release(below) if below else None, closed=True
         )
 
     def _trim(self) -> None:
@@ -225,34 +299,11 @@ class Snapshots:
                 total -= known.snapshot.size
                 self._forget(snapshot_id)
 
-    def key(self, spec: SnapshotSpec) -> str:
-        """The content hash of a spec; values of secret environments enter it through a keyed hash."""
-        sandbox = spec.sandbox
-        content = repr(
-            (
-                (sandbox.backend, sandbox.image, sandbox.snapshot_id, sandbox.resources, sandbox.network),
-                (sorted(sandbox.env.items()), sandbox.toolbox_ids, sandbox.user),
-                [_file_key(file) for file in spec.files],
-                [self._command_key(command) for command in spec.setup],
-            )
-        )
-        return hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()
 
-    def _command_key(self, command: Command) -> tuple[object, ...]:
-        secret = repr(sorted(command.secret_env.items())).encode(errors="surrogateescape")
-        return (
-            command.argv,
-            command.shell,
-            sorted(command.env.items()),
-            hmac.digest(self._salt, secret, "sha256").hex() if command.secret_env else "",
-            command.cwd,
-            command.user,
-            command.timeout_s,
-        )
-
-
-def _file_key(file: SeedFile) -> tuple[str, str, int]:
-    return file.path, hashlib.sha256(file.content).hexdigest(), file.mode
+def _erased(done: asyncio.Future[list[int]]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        # What it stood for goes all the same; the next start finds the row and nothing behind it.
+        _log.error("a snapshot's row was not erased", error=repr(error))
 
 
 def _how(result: RunResult) -> str:

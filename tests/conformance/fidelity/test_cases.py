@@ -17,7 +17,7 @@ from penstock_interception.conformance.cases import CASES, MORE, START, TEXT, Ca
 from penstock_interception.conformance.dialects import DIALECTS
 
 PARSERS = {"llama3_bare": "llama3", "mistral_v3": "mistral", **dict.fromkeys(("chatml", "qwen3"), "hermes")}
-NAMED = ("shows_call_ids", "strips_old_reasoning")  # no family's: the parser is said
+NAMED = ("shows_call_ids", "system_first", "strips_old_reasoning")  # no family's: the parser is said
 
 
 @pytest.fixture(scope="module")

@@ -138,6 +138,20 @@ def test_a_sub_agent_runs_beside_the_main_line(conversation: Conversation) -> No
     assert classes[first.call_id] is classes[second.call_id] is CallClass.MAIN
 
 
+def test_a_sub_agent_that_starts_as_the_main_line_did_is_told_apart_by_its_session(conversation: Conversation) -> None:
+    """R85: Codex begins both with the same description of the machine; its header names the thread."""
+    main, other = CallHints(session="main"), CallHints(session="other")
+    fewer = [Tool("look", "Look only.", '{"type": "object", "properties": {}}')]
+    first = conversation.call(START, CALL, hints=main)
+    sub = conversation.call(START, CALL, tools=fewer, hints=other)
+    reply = sub.sampled.message
+    last = conversation.call([*START, reply, result_of(reply)], TEXT, tools=fewer, hints=other)
+    assert conversation.continues(last, sub)
+    classes = conversation.graph.call_classes()
+    assert classes[first.call_id] is CallClass.MAIN
+    assert classes[sub.call_id] is classes[last.call_id] is CallClass.SUB_AGENT
+
+
 def test_the_answer_that_the_agent_went_on_with_is_the_main_line_and_the_other_a_retry(
     conversation: Conversation,
 ) -> None:

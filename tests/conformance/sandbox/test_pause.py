@@ -211,9 +211,10 @@ async def test_forks_of_a_live_sandbox_have_its_files_and_share_nothing_more(
         "test -p pipe && tail -c5 holes; stat -c '%s' holes; [ $(stat -c %b holes) -lt 1000 ] && echo sparse;"
         "echo $MADE $MORE; stat -c %U hard; test -e now"
     )
+    user = await box.out("id -un")
     for child in (first, second):
         assert (await child.out(look)).split("\n") == [
-            *("one", "one", "home", "2", "4750", "1000000000", "tail", "104857605", "sparse", "once yes", "agent")
+            *("one", "one", "home", "2", "4750", "1000000000", "tail", "104857605", "sparse", "once yes", user)
         ]
         assert "date" not in await child.out("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -v cmdline || true")
     # Each may change and remove what the source made; nobody else sees it, the source neither.

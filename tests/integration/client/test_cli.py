@@ -311,14 +311,31 @@ async def test_verify_proves_an_export_offline(
 
 async def test_doctor_says_what_this_machine_can_do() -> None:
     """Each finding is OK or missing, with what to install; exit code 1 only when the local backend cannot work."""
-    code, out, err = await penstock("doctor", "--json")
+    code, out, err = await penstock("doctor", "--json", environment={"E2B_API_KEY": "", "HF_TOKEN": ""})
     report = orjson.loads(out)
     assert code == (0 if report["local_backend"] else 1), err
     names = {finding["name"] for finding in report["findings"]}
-    assert names >= {"Python", "user namespaces", "bubblewrap", "overlay", "cgroups", "docker", "node", "GPU", "disk"}
+    assert names >= {"Python", "user namespaces", "bubblewrap", "overlay", "cgroups", "node", "GPU", "disk"}
+    assert names >= {"docker", "e2b", "hf"}
     assert all(finding["advice"] for finding in report["findings"] if not finding["ok"])
     code, out, _ = await penstock("doctor")
     assert "Python" in out
+
+
+async def test_doctor_asks_a_service_that_runs_and_shows_no_key(connection: Mapping[str, str]) -> None:
+    """R48, R8: what the service says of its backends, which may be configured otherwise than this command."""
+    closed = {"E2B_API_KEY": SECRET, "E2B_API_URL": "http://127.0.0.1:1", "HF_TOKEN": SECRET, "HF_ENDPOINT": "http://x"}
+    for arguments in (["--json"], []):
+        code, out, err = await penstock("doctor", *arguments, environment={**connection, **closed})
+        assert code == 0 and "sk-test" not in out + err
+        if arguments:
+            found = {finding["name"]: finding for finding in orjson.loads(out)["findings"]}
+            assert found["sandbox service"]["ok"] and found["sandbox service"]["details"]["local"] is True
+            assert found["e2b"]["details"]["reachable"] is False and not found["hf"]["ok"]
+    nobody = {"PENSTOCK_SANDBOX_ADDRESS": "127.0.0.1:1", "PENSTOCK_TOKEN": SECRET}
+    code, out, err = await penstock("doctor", "--json", environment=nobody)
+    found = {finding["name"]: finding for finding in orjson.loads(out)["findings"]}
+    assert not found["sandbox service"]["ok"] and found["sandbox service"]["advice"] and "sk-test" not in out + err
 
 
 async def test_serve_runs_one_service_and_passes_its_arguments_on() -> None:

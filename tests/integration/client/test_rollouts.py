@@ -214,7 +214,7 @@ async def test_an_export_has_a_row_for_each_turn_or_sample(ps: Penstock, tmp_pat
 async def test_sandboxes_and_agents_are_there_by_themselves(ps: Penstock) -> None:
     """The same services without a rollout; R44: files are bytes and every outcome is checked."""
     names = [agent.name async for agent in ps.agents.list()]
-    assert {"opencode", "pi", "shell"} <= set(names)
+    assert {"claude-code", "codex", "opencode", "pi", "shell"} <= set(names)
     content = bytes(range(256)) * 3000
     async with await ps.sandboxes.create(env={"GREETING": "a 'b' $c"}) as sandbox:
         await sandbox.write_file("deep/er/file.bin", content, mode=0o640)

@@ -69,7 +69,7 @@ async def test_each_place_of_a_credential_is_accepted_and_none_of_another_rollou
     [
         ("GET", "/v1/chat/completions", 405),
         ("POST", "/v1/embeddings", 404),
-        ("POST", "/v1/responses", 404),
+        ("POST", "/v1/responses/compact", 404),
         ("GET", "/", 404),
         ("DELETE", "/v1/models", 404),
     ],

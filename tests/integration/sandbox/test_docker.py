@@ -9,87 +9,21 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support import dockerd
+from tests.support.docker_backend import REACHES, Collected, backend, create, diff, run
 from tests.support.registry import registry
 
 from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError
-from penstock_sandbox.backends.base import MountedToolbox, ProcessSink, RawExit, SandboxHandle, StartFailed
-from penstock_sandbox.backends.docker.backend import DockerBackend, DockerOptions
-from penstock_sandbox.model import ForkKind, NetworkKind, Resources, SandboxSpec, Stream
+from penstock_sandbox.backends.base import MountedToolbox, StartFailed
+from penstock_sandbox.backends.docker.backend import DockerBackend
+from penstock_sandbox.backends.docker.options import DockerOptions
+from penstock_sandbox.model import ForkKind, NetworkKind, Resources, SandboxSpec
 
 pytestmark = pytest.mark.asyncio
-
-REACHES = ("direct", "sidecar")
-
-
-class Collected(ProcessSink):
-    """What a process wrote, and its end."""
-
-    def __init__(self) -> None:
-        self.text = b""
-        self.ended: asyncio.Future[RawExit | None] = asyncio.get_running_loop().create_future()
-        self.closed_output = asyncio.Event()
-
-    def output(self, stream: Stream, data: bytes) -> None:
-        self.text += data
-
-    def closed(self, stream: Stream) -> None:
-        if stream is Stream.STDOUT:
-            self.closed_output.set()
-
-    def exited(self, exit: RawExit) -> None:  # noqa: A002
-        self.ended.set_result(exit)
-
-    def lost(self) -> None:
-        self.closed_output.set()
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-
-@asynccontextmanager
-async def backend(folder: Path, reach: str = "direct", **options: Any) -> AsyncIterator[DockerBackend]:
-    """An opened backend on the session's engine."""
-    engine = await asyncio.to_thread(dockerd.engine)
-    chosen = DockerOptions(
-        state_dir=folder / "docker",
-        image=dockerd.BASE,
-        sidecar_image=dockerd.BASE,
-        host=engine.host,
-        reach=reach,
-        tmp_bytes=64 << 20,
-    )
-    opened = DockerBackend(replace(chosen, **options))
-    await opened.open()
-    try:
-        yield opened
-    finally:
-        await opened.aclose()
-    assert engine.remains() == []
-
-
-async def create(opened: DockerBackend, **spec: Any) -> SandboxHandle:
-    """A sandbox."""
-    toolboxes: Sequence[MountedToolbox] = spec.pop("toolboxes", ())
-    return await opened.create(f"sb-{secrets.token_hex(16)}", SandboxSpec(**spec), toolboxes, lambda _: None)
-
-
-async def run(handle: SandboxHandle, *argv: str, env: dict[str, str] | None = None) -> tuple[int | None, str]:
-    """A command's exit code and what it wrote."""
-    sink = Collected()
-    process = await handle.start(
-        argv, {**handle.default_env, **(env or {})}, handle.workdir, sink, stdin=False, pty=None
-    )
-    ended = await sink.ended
-    await sink.closed_output.wait()
-    await process.aclose()
-    return ended.code if ended is not None else None, sink.text.decode()
 
 
 async def failure(awaitable: Any) -> PenstockError:
@@ -101,7 +35,7 @@ async def failure(awaitable: Any) -> PenstockError:
 
 # What holds a container ----------------------------------------------------------------------------------------------
 
-_PROBE = r"""
+PROBE = r"""
 import ctypes, json, os, pathlib
 libc = ctypes.CDLL(None, use_errno=True)
 def attempt(call):
@@ -118,7 +52,12 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
             os.kill(pid, 0); signalled = True
         except PermissionError:
             signalled = False
-        readable = os.access(folder / "environ", os.R_OK) or os.access(folder / "root" / ".", os.R_OK)
+        readable = False
+        for reading in (folder.joinpath("environ").read_bytes, folder.joinpath("root", ".").stat):
+            try:
+                reading(); readable = True
+            except PermissionError:
+                pass
         others.append((folder.joinpath("comm").read_text().strip(), traced or signalled or readable))
 print(json.dumps({
     "caps": [status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")],
@@ -141,7 +80,7 @@ async def test_what_runs_in_a_container_has_no_privilege_and_reaches_nobody_else
     """R13, R55: seen from inside."""
     async with backend(tmp_path, reach) as opened:
         handle = await create(opened, resources=Resources(pids=100))
-        code, text = await run(handle, "python3", "-c", _PROBE)
+        code, text = await run(handle, "python3", "-c", PROBE)
         assert code == 0, text
         seen = json.loads(text)
         assert set("".join(seen["caps"])) == {"0"}
@@ -224,16 +163,23 @@ async def test_a_broken_pipe_to_a_sidecar_loses_neither_a_process_nor_a_byte(tmp
 
 def _kill_carriers() -> int:
     """Kill what carries links in the engine's sidecars; answers how many those were."""
-    killed = 0
+    sidecars = {one["Id"] for one in dockerd.engine().api.containers(filters={"label": ["penstock.kind=sidecar"]})}
+    carriers = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             arguments = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            groups = (folder / "cgroup").read_text()
         except OSError:
             continue
-        if arguments[:3] == [b"python3", b"/opt/penstock/attendant", b"attach"]:
-            os.kill(int(folder.name), signal.SIGKILL)
-            killed += 1
-    return killed
+        ours = any(sidecar in groups for sidecar in sidecars)
+        if ours and arguments[:3] == [b"python3", b"/opt/penstock/attendant", b"attach"]:
+            carriers[folder.name] = parent
+    # The first one's parent waits for it.
+    carrying = set(carriers) - set(carriers.values())
+    for process in carrying:
+        os.kill(int(process), signal.SIGKILL)
+    return len(carrying)
 
 
 # What it is made of --------------------------------------------------------------------------------------------------
@@ -254,6 +200,8 @@ async def test_an_image_needs_neither_python_nor_a_shell_of_ours(tmp_path: Path,
         await opened.seal(handle, "ss-tiny")
         child = await create(opened, snapshot_id="ss-tiny")
         assert await run(child, "cat", "kept") == (0, "kept\n")
+        # It goes with who stands on it.
+        await opened.remove_layer("ss-tiny")
 
 
 async def test_an_image_is_pulled_once_for_all_who_want_it(tmp_path: Path) -> None:
@@ -322,22 +270,12 @@ async def test_the_diff_holds_what_was_changed_whatever_its_name_and_mode(tmp_pa
         await opened.seal(base, "ss-base")
         handle = await create(opened, snapshot_id="ss-base")
         assert (await run(handle, "sh", "-c", script)) == (0, "")
-        pieces = [piece async for piece in handle.diff()]
-    names, deleted = await asyncio.to_thread(_read_tar, pieces)
+        names, deleted = await diff(handle)
+        await opened.remove_layer("ss-base")
     wanted = {"new", "new/deep", "new/deep/file", "a b", "a b/c", "empty", "hard", "link"}
-    assert {f"workspace/{name}" for name in wanted} <= names
-    assert names - {f"workspace/{name}" for name in wanted} <= {"workspace/gone"}
+    assert {f"workspace/{name}" for name in wanted} <= set(names)
+    assert set(names) - {f"workspace/{name}" for name in wanted} <= {"workspace/gone"}
     assert deleted in (["/workspace/gone"], ["/workspace/gone/x"])
-
-
-def _read_tar(pieces: list[bytes | list[str]]) -> tuple[set[str], list[str]]:
-    import io
-    import tarfile
-
-    *chunks, deleted = pieces
-    assert isinstance(deleted, list)
-    with tarfile.open(fileobj=io.BytesIO(b"".join(chunk for chunk in chunks if isinstance(chunk, bytes)))) as archive:
-        return {member.name for member in archive}, deleted
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -363,7 +301,8 @@ async def test_a_missing_sdk_is_told_with_what_to_install(tmp_path: Path) -> Non
 import asyncio, sys
 sys.modules["docker"] = None
 from pathlib import Path
-from penstock_sandbox.backends.docker.backend import DockerBackend, DockerOptions
+from penstock_sandbox.backends.docker.backend import DockerBackend
+from penstock_sandbox.backends.docker.options import DockerOptions
 opened = DockerBackend(DockerOptions(state_dir=Path({str(tmp_path)!r}), image="any", sidecar_image="any"))
 asyncio.run(opened.open())
 print(opened.unavailable_reason)
@@ -378,6 +317,31 @@ async def test_a_runtime_that_the_daemon_lacks_makes_the_backend_unavailable(tmp
     """R55: never a silent downgrade."""
     async with backend(tmp_path, runtime="imaginary") as opened:
         assert "imaginary" in opened.unavailable_reason
+
+
+@pytest.mark.parametrize("reach", REACHES)
+async def test_a_chosen_runtime_runs_the_sandboxes_and_nothing_else(tmp_path: Path, reach: str) -> None:
+    """R55: a runtime of gVisor's name that is runc in truth; what is proven is that it is asked for sandboxes alone."""
+    async with backend(tmp_path, reach, runtime=dockerd.RUNTIME) as opened:
+        assert opened.available, opened.unavailable_reason
+        handle = await create(opened)
+        assert await run(handle, "id", "-un") == (0, "agent\n")
+        api = dockerd.engine().api
+        for one in api.containers(filters={"label": ["penstock.sandbox"]}):
+            sandbox = not one["Names"][0].endswith("-sidecar")
+            assert (api.inspect_container(one["Id"])["HostConfig"]["Runtime"] == dockerd.RUNTIME) is sandbox
+            created = [line for line in dockerd.engine().runtime_log.splitlines() if one["Id"] in line.split()]
+            assert any("create" in line.split() for line in created) is sandbox
+
+
+@pytest.mark.parametrize("reach", REACHES)
+async def test_a_runtime_that_keeps_its_processes_elsewhere_is_refused(tmp_path: Path, reach: str) -> None:
+    """R55: entering what such a runtime shows of a container would run the agent outside of it."""
+    async with backend(tmp_path, reach, runtime=dockerd.ELSEWHERE) as opened:
+        assert "its runtime keeps its processes elsewhere" in opened.unavailable_reason
+        with pytest.raises(FailedPrecondition) as refused:
+            opened.refuse_unsupported(SandboxSpec())
+        assert refused.value.reason == "BACKEND_UNAVAILABLE"
 
 
 async def test_an_image_is_not_pulled_for_a_backend_that_nobody_chose(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Everything goes through the unmodified SDK to the stand-in (`tests/support/e2b_c
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import sys
 from collections.abc import AsyncIterator
@@ -18,21 +19,23 @@ from google.protobuf.duration_pb2 import Duration
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 from tests.conformance.sandbox.conftest import Box, command, failure, one_endpoint
-from tests.conformance.sandbox.services import Running, start
+from tests.conformance.sandbox.services import Running, start, start_on
 from tests.conformance.sandbox.test_network import TALK, upstream
+from tests.conformance.sandbox.test_pause import pause, resume
 from tests.conformance.sandbox.test_sandboxes import fork, prepare
 from tests.conformance.sandbox.test_toolboxes import prepare as prepare_toolbox
 from tests.conformance.sandbox.test_toolboxes import script
 from tests.support.e2b_cloud.running import StandIn, stand_in
 from tests.support.waiting import eventually_async
 
+from penstock.sandbox.v1 import process_service_pb2 as ps
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
 from penstock.sandbox.v1 import toolbox_service_pb2 as tb
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock_sandbox.backends.e2b.backend import E2BBackend, E2BOptions
 from penstock_sandbox.backends.e2b.cloud import Address
-from penstock_sandbox.model import NetworkKind, SandboxSpec
+from penstock_sandbox.model import FileKind, ForkKind, NetworkKind, SandboxSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -156,6 +159,130 @@ async def test_what_setup_left_running_is_ended_before_the_snapshot_is_taken(wor
     await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=box.id), timeout=30)
 
 
+# Pauses, copies and figures ------------------------------------------------------------------------------------------
+
+
+async def test_a_trial_shows_what_the_deployment_does_and_leaves_nothing(tmp_path: Path) -> None:
+    """R55: a deployment without these routes has everything else, and a refusal by name."""
+    async with stand_in() as cloud:
+        for missing in ({}, {"refuse_pause": True}, {"refuse_snapshots": True, "refuse_pause": False}):
+            await cloud.behave(**missing)
+            async with _backend(cloud, tmp_path) as backend:
+                assert backend.available
+                can = backend.capabilities
+                assert can.pause is ("refuse_pause" not in str(missing) or not missing.get("refuse_pause"))
+                assert can.live_fork is ("refuse_snapshots" not in missing)
+                assert (can.fork is ForkKind.FILESYSTEM) is can.live_fork
+            assert await cloud.sandboxes() == [] and await cloud.snapshots() == []
+
+
+async def test_a_paused_sandbox_is_stopped_at_e2b_keeps_its_lease_and_is_awake_only_to_kill(world: World) -> None:
+    """R40, R50, R61"""
+    cloud, service = world
+    async with box_of(service, lease=Duration(seconds=600)) as box:
+        await box.start("one", "sleep", "5301")
+        await box.start("two", "sleep", "5302")
+        await pause(box)
+        e2b = await shown(cloud, box)
+        assert e2b["state"] == "paused"
+        before = len(await _switches(cloud, e2b["sandboxID"]))
+        # No deadline can be moved while there is none; the next start of it gets the new one.
+        renew = ss.RenewLeaseRequest(sandbox_id=box.id, lease=Duration(seconds=1200))
+        await service.sandboxes.RenewLease(renew, timeout=30)
+        assert await cloud.requests(f"POST /sandboxes/{e2b['sandboxID']}/timeout") == []
+        assert (await box.kill("one")).reason == ps.EXIT_REASON_KILLED
+        told = await _switches(cloud, e2b["sandboxID"])
+        assert [one["path"].rpartition("/")[2] for one in told[before:]] == ["connect", "pause"]
+        assert 1200 < told[before]["body"]["timeout"] <= 1260
+        assert (await shown(cloud, box))["state"] == "paused"
+        await resume(box)
+        assert await box.out("pgrep -f 'sleep 530[12]' | wc -l; pgrep -x sleep | wc -l") == "1\n1"
+
+
+async def test_a_pause_whose_answer_is_lost_leaves_the_sandbox_running_or_paused_as_told(world: World) -> None:
+    """R26, R55: it is not lost, and what was said to be paused is."""
+    cloud, service = world
+    async with box_of(service) as box:
+        await box.start("p", "sleep", "5303")
+        e2b = (await shown(cloud, box))["sandboxID"]
+        # Repeated, it is answered that it is so already.
+        await cloud.fail(f"POST /sandboxes/{e2b}/pause", 1, status=500, body="<html>", after=True)
+        await pause(box)
+        assert (await shown(cloud, box))["state"] == "paused"
+        await resume(box)
+        await cloud.fail(f"POST /sandboxes/{e2b}/pause", 100, status=500, body="<html>", after=True)
+        error = await failure(service.sandboxes.PauseSandbox(ss.PauseSandboxRequest(sandbox_id=box.id), timeout=90))
+        assert error.reason == "PAUSE_FAILED"
+        await cloud.fail("nothing", 0)
+        assert (await shown(cloud, box))["state"] == "running" and await box.out("echo on") == "on"
+        assert not (
+            await service.processes.GetProcess(ps.GetProcessRequest(sandbox_id=box.id, process_id="p"))
+        ).process.HasField("exit")
+
+
+async def test_a_paused_sandbox_that_is_gone_is_lost_when_it_should_go_on(world: World) -> None:
+    """R43"""
+    cloud, service = world
+    async with box_of(service) as box:
+        await pause(box)
+        await cloud.vanish(box.id)
+        error = await failure(service.sandboxes.ResumeSandbox(ss.ResumeSandboxRequest(sandbox_id=box.id), timeout=60))
+        assert error.reason == "SANDBOX_LOST"
+        got = await service.sandboxes.GetSandbox(ss.GetSandboxRequest(sandbox_id=box.id), timeout=30)
+        assert (got.sandbox.state, got.sandbox.lost_reason) == (sb.SANDBOX_STATE_LOST, "SANDBOX_VANISHED")
+
+
+async def test_a_pause_or_resume_that_is_cancelled_is_taken_back(tmp_path: Path) -> None:
+    """R32: nobody was told that it is paused, so it is not, and the other way round."""
+    async with stand_in() as cloud, _backend(cloud, tmp_path) as backend:
+        handle = await backend.create("sb-1", SandboxSpec(lease_s=60.0), (), lambda _: None)
+        for change, state in ((handle.pause, "running"), (handle.resume, "paused")):
+            changing = asyncio.create_task(change())
+            # It has begun, and E2B is further away than that.
+            for _ in range(5):
+                await asyncio.sleep(0)
+            changing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await changing
+            assert [one["state"] for one in await cloud.sandboxes()] == [state]
+            if state == "running":
+                assert (await handle.stat("/")).kind is FileKind.DIRECTORY
+                await handle.pause()
+        await handle.destroy()
+        assert await cloud.sandboxes() == []
+
+
+async def test_statistics_are_e2bs_where_it_has_them_and_otherwise_unknown(world: World) -> None:
+    """R74: not measured is not zero."""
+    cloud, service = world
+    async with box_of(service) as box:
+        await box.out("dd if=/dev/urandom of=large bs=1M count=8 2>/dev/null")
+        wanted = ss.GetStatsRequest(sandbox_id=box.id)
+        large = 1 << 27
+        before = (await service.sandboxes.GetStats(wanted, timeout=30)).memory_bytes
+
+        await box.start("p", "python3", "-c", "x = bytearray(1 << 27); input()", stdin=True)
+
+        async def held() -> bool:
+            return (await service.sandboxes.GetStats(wanted, timeout=30)).memory_bytes > before + large
+
+        await eventually_async(held, "the memory shows")
+        await box.kill("p")
+        after = await service.sandboxes.GetStats(wanted, timeout=30)
+        assert after.memory_bytes + large // 2 < after.memory_peak_bytes and after.disk_bytes > 8 << 20
+        assert not after.HasField("pids") and not after.HasField("cpu_time")
+        await cloud.behave(refuse_metrics=True)
+        none = await service.sandboxes.GetStats(wanted, timeout=30)
+        await cloud.behave(refuse_metrics=False)
+        assert not none.HasField("memory_bytes") and not none.HasField("disk_bytes")
+
+
+async def _switches(cloud: StandIn, e2b_id: str) -> list[dict[str, Any]]:
+    told = await cloud.requests("POST ")
+    ends = (f"/sandboxes/{e2b_id}/pause", f"/sandboxes/{e2b_id}/connect")
+    return [one for one in told if one["path"].endswith(ends)]
+
+
 # Who may do what inside ----------------------------------------------------------------------------------------------
 
 
@@ -165,6 +292,8 @@ async def test_the_workload_can_neither_end_nor_read_nor_change_what_serves_it(w
     async with box_of(service) as box:
         assert await box.out("id -un") == "user"
         assert await box.out("grep NoNewPrivs /proc/self/status") == "NoNewPrivs:\t1"
+        held = await box.out("sed -n 's/^Cap.*\\t//p' /proc/self/status")
+        assert set(held.split()) == {"0" * 16}, "none, and none to be gained"
         find = "for p in /proc/[0-9]*; do grep -qa attendant/program.py $p/cmdline && echo ${p#/proc/}; done"
         serving = (await box.out(find)).split()
         assert serving
@@ -297,15 +426,36 @@ async def test_no_error_repeats_what_a_proxys_page_repeated(tmp_path: Path) -> N
         assert await cloud.sandboxes() == []
 
 
-async def test_snapshots_of_a_service_that_stopped_do_not_stay(tmp_path: Path) -> None:
-    """R50"""
+async def test_snapshots_of_a_service_that_stopped_do_not_stay_and_those_that_it_keeps_do(tmp_path: Path) -> None:
+    """R50: what is kept is known to the next start, and forked without a setup."""
     async with stand_in() as cloud:
-        async with _backend(cloud, tmp_path) as backend:
-            handle = await backend.create("sb-1", SandboxSpec(lease_s=60.0), (), lambda _: None)
-            sealed = await backend.seal(handle, "ss-1")
-            assert sealed.size > 0 and await backend.has_layer("ss-1")
-            assert len(await cloud.snapshots()) == 1
-        assert await cloud.snapshots() == [] and await cloud.sandboxes() == []
+        setup = [command(shell="echo prepared > ~/mark")]
+        for keep in ("true", "false"):
+            async with start_on(tmp_path, "e2b", keep_snapshots=keep) as service:
+                told, snapshot = await prepare(service, setup=setup)
+                assert bool(told) is (keep == "true"), "prepared once"
+                (box,) = await fork(service, snapshot.snapshot_id, 1)
+                assert await box.out("cat ~/mark") == "prepared"
+            assert len(await cloud.snapshots()) == (1 if keep == "true" else 0)
+            assert await cloud.sandboxes() == []
+
+
+async def test_a_snapshot_that_e2b_lost_is_told_and_prepared_again(world: World) -> None:
+    """R26: what is cached is believed no longer than it is there."""
+    cloud, service = world
+    setup = [command(shell=f"echo {secrets.token_hex(4)}")]
+    _, lost = await prepare(service, setup=setup)
+    (kept,) = [one for one in await cloud.snapshots() if lost.snapshot_id in str(one)]
+    async with cloud.http.delete(
+        f"{cloud.address}/templates/{kept['id']}", headers={"X-API-KEY": cloud.api_key}
+    ) as answer:
+        answer.raise_for_status()
+    request = ss.ForkSandboxesRequest(request_id=secrets.token_hex(8), snapshot_id=lost.snapshot_id, count=1)
+    (child,) = [event async for event in service.sandboxes.ForkSandboxes(request, timeout=60)]
+    assert child.failure.reason == "SNAPSHOT_LOST"
+    told, again = await prepare(service, setup=setup)
+    assert told and again.snapshot_id != lost.snapshot_id
+    await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=again.snapshot_id), timeout=30)
 
 
 async def test_a_creation_that_is_given_up_leaves_nothing_at_e2b(world: World) -> None:

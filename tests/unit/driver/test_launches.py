@@ -33,6 +33,13 @@ def files(launch: Launch) -> dict[str, bytes]:
     return {file.path: file.content for file in launch.files}
 
 
+def tree(path: str, content: bytes) -> Any:
+    """A JSON or TOML file's values; None for any other."""
+    if path.endswith(".json"):
+        return json.loads(content)
+    return tomllib.loads(content.decode()) if path.endswith(".toml") else None
+
+
 def holds(tree: Any, value: Any) -> bool:
     """Whether a JSON tree has `value` as one of its leaves."""
     if isinstance(tree, dict):
@@ -45,7 +52,7 @@ def holds(tree: Any, value: Any) -> bool:
 @everyone
 @given(key=st.one_of(st.sampled_from(NASTY), ANYTHING.filter(str.strip)))
 def test_a_key_of_any_form_reaches_the_agent_in_a_file_and_in_no_argument(spec: AgentSpec, key: str) -> None:
-    """R1, R2: for every built-in agent; the key is a file's whole content or one value of a JSON file."""
+    """R1, R2: for every built-in agent; the key is a file's whole content or one value of a JSON or TOML file."""
     marked = f"<{key}>"
     launch = plan_launch(spec, AgentChoice(), place(api_key=marked), "task")
     assert not any(marked in argument for argument in launch.argv)
@@ -53,7 +60,7 @@ def test_a_key_of_any_form_reaches_the_agent_in_a_file_and_in_no_argument(spec: 
     found = [
         path
         for path, content in files(launch).items()
-        if content == marked.encode() or (path.endswith(".json") and holds(json.loads(content), marked))
+        if content == marked.encode() or holds(tree(path, content), marked)
     ]
     assert len(found) == 1
 
@@ -74,14 +81,14 @@ def test_an_instruction_of_any_form_arrives_byte_for_byte(spec: AgentSpec, instr
 @everyone
 @given(prompt=st.one_of(st.sampled_from(NASTY), ANYTHING))
 def test_a_system_prompt_of_any_form_arrives_intact(spec: AgentSpec, prompt: str) -> None:
-    """R63: as a JSON value, or as the end of a text file."""
+    """R63: as a JSON or TOML value, or as the end of a text file."""
     launch = plan_launch(spec, AgentChoice(options={"system_prompt": prompt}), place(), "task")
     plain = plan_launch(spec, AgentChoice(), place(), "task")
     new = {path: content for path, content in files(launch).items() if files(plain).get(path) != content}
     assert len(new) == 1
     for path, content in new.items():
-        if path.endswith(".json"):
-            assert holds(json.loads(content), prompt)
+        if tree(path, content) is not None:
+            assert holds(tree(path, content), prompt)
         else:
             assert content.endswith(prompt.encode())
 
@@ -101,10 +108,7 @@ def test_every_declared_option_takes_effect(spec: AgentSpec) -> None:
 def test_the_model_endpoint_is_in_a_file_and_not_in_the_environment_of_the_agents_programs(spec: AgentSpec) -> None:
     """R10, R18: the base URL arrives, and only by file."""
     launch = plan_launch(spec, AgentChoice(), place(), "task")
-    assert any(
-        path.endswith(".json") and holds(json.loads(content), place().base_url)
-        for path, content in files(launch).items()
-    )
+    assert any(holds(tree(path, content), place().base_url) for path, content in files(launch).items())
     assert place().base_url not in str(launch.env)
     assert not launch.secret_env
 
@@ -151,7 +155,7 @@ def test_whole_numbers_stay_whole() -> None:
 
 
 def test_mcp_servers_are_configured_in_the_agents_own_way() -> None:
-    """R69: OpenCode's configuration has each server, secrets of a server included, and nothing else is lost."""
+    """R69: the agent's configuration has each server, secrets of a server included, and nothing else is lost."""
     servers = (
         McpServer("local", ("prog", "a b"), {"A": "b"}, {"S": "secret"}),
         McpServer("remote", url="http://127.0.0.1:9/mcp"),
@@ -162,13 +166,38 @@ def test_mcp_servers_are_configured_in_the_agents_own_way() -> None:
     assert config["mcp"]["local"]["environment"] == {"A": "b", "S": "secret"}
     assert config["mcp"]["remote"] == {"type": "remote", "url": "http://127.0.0.1:9/mcp", "enabled": True}
     assert config["model"] == "gate/Qwen/Q3:x"
+    launch = plan_launch(SPECS["codex"], AgentChoice(mcp_servers=servers), place(), "task")
+    config = tree("config.toml", files(launch)["/home/agent/.codex/config.toml"])
+    local, remote = config["mcp_servers"]["local"], config["mcp_servers"]["remote"]
+    assert local == {"command": "prog", "args": ["a b"], "env": {"A": "b", "S": "secret"}}
+    assert remote == {"url": "http://127.0.0.1:9/mcp"}
+    assert config["model"] == "Qwen/Q3:x"
 
 
-def test_permission_skipping_flags_are_given_only_when_asked_for() -> None:
+def test_claude_code_is_configured_by_files_alone() -> None:
+    """R1, R10, R69: no secret and no endpoint in its environment or argv; MCP servers of both kinds."""
+    servers = (
+        McpServer("local", ("prog", "a b"), {"A": "b"}, {"S": "secret"}),
+        McpServer("remote", url="http://x/mcp"),
+    )
+    launch = plan_launch(SPECS["claude-code"], AgentChoice(mcp_servers=servers), place(), "task")
+    assert "the-key" not in str((launch.argv, launch.env)) and not launch.secret_env
+    assert place().base_url not in str((launch.argv, launch.env))
+    settings = json.loads(files(launch)["/home/agent/.claude/settings.json"])
+    assert settings["env"]["ANTHROPIC_BASE_URL"] == place().base_url
+    assert files(launch)["/home/agent/.claude/key"] == b"the-key"
+    assert json.loads(files(launch)["/home/agent/.claude.json"])["mcpServers"] == {
+        "local": {"type": "stdio", "command": "prog", "args": ["a b"], "env": {"A": "b", "S": "secret"}},
+        "remote": {"type": "http", "url": "http://x/mcp"},
+    }
+
+
+@pytest.mark.parametrize(("agent", "flag"), [("opencode", "--auto"), ("claude-code", "--dangerously-skip-permissions")])
+def test_permission_skipping_flags_are_given_only_when_asked_for(agent: str, flag: str) -> None:
     """R68."""
-    spec = SPECS["opencode"]
-    assert "--auto" not in plan_launch(spec, AgentChoice(), place(), "t").argv
-    assert "--auto" in plan_launch(spec, AgentChoice(skip_permissions=True), place(), "t").argv
+    spec = SPECS[agent]
+    assert flag not in plan_launch(spec, AgentChoice(), place(), "t").argv
+    assert flag in plan_launch(spec, AgentChoice(skip_permissions=True), place(), "t").argv
 
 
 @pytest.mark.parametrize("model", ["", "-x", "a b", "{{key}}", "a\nb", "{env:X}", "x" * 300])

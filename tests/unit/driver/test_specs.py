@@ -65,8 +65,8 @@ def test_the_guides_example_holds() -> None:
 
 
 def test_the_built_in_agents_are_the_yaml_files() -> None:
-    """R66: opencode, pi and shell come as data."""
-    assert set(SPECS) == {"opencode", "pi", "shell"}
+    """R66: what comes with the driver is data."""
+    assert set(SPECS) == {"claude-code", "codex", "opencode", "pi", "shell"}
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())

@@ -33,6 +33,7 @@ from penstock_interception.graph import LogprobsMode
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, Route
 from penstock_interception.ports import Accepted
+from penstock_interception.requests import ChatRequest
 from penstock_interception.sessions import Credits, Selector, Session, View
 from penstock_interception.sources.registry import Sources
 from penstock_interception.store import CallStore
@@ -105,18 +106,28 @@ class Machine(RuleBasedStateMachine):
         self.http = aiohttp.ClientSession()
         self.store = await CallStore.open(self.directory)
         codecs = CodecCache(self.directory / "tokenizers", self.pool)
-        sources = Sources(
-            codecs, self.http, inference={}, upstreams={}, tokenizers={"tiny": tokenizer()}, caller_endpoints=False
-        )
         self.tasks = asyncio.TaskGroup()
         await self.tasks.__aenter__()
         dialect = ChatCompletions()
+
+        def parse(_: Dialect, body: bytes) -> ChatRequest:
+            return dialect.parse(body, Route(Ask.COMPLETION))
+
+        sources = Sources(
+            codecs,
+            self.http,
+            parse,
+            inference={},
+            upstreams={},
+            tokenizers={"tiny": tokenizer()},
+            caller_endpoints=False,
+        )
         self.turns = Turns(
             self.store,
             sources,
             self.tasks,
             self.pool,
-            parse=lambda _, body: dialect.parse(body, Route(Ask.COMPLETION)),
+            parse=parse,
             limits=LIMITS,
             clock=self.clock,
             closed_kept=1,

@@ -14,6 +14,7 @@ from tests.unit.sandbox.scripted_backend import ScriptedBackend, ScriptedHandle,
 from penstock_chassis.errors import PenstockError
 from penstock_chassis.journal import Journal
 from penstock_sandbox.backends.base import MountedToolbox
+from penstock_sandbox.deletion import Pause
 from penstock_sandbox.model import Resources, Sandbox, SandboxSpec, State
 from penstock_sandbox.policy import Limits
 from penstock_sandbox.records import MIGRATIONS
@@ -23,7 +24,7 @@ from penstock_sandbox.sandboxes import Sandboxes
 class NoToolboxes:
     """There are none."""
 
-    def mounted(self, toolbox_id: str) -> MountedToolbox:
+    def mounted(self, toolbox_id: str, *, host_programs: bool) -> MountedToolbox:
         raise AssertionError(toolbox_id)
 
     def hold(self, toolbox_ids: Sequence[str]) -> None:
@@ -42,6 +43,7 @@ class Domain:
     journal: Journal
     now: float
     again: asyncio.Event = None  # type: ignore[assignment]
+    pause: Pause = None  # type: ignore[assignment]
     begun: list[asyncio.Task[Sandbox]] = field(default_factory=list)
 
     @property
@@ -121,6 +123,7 @@ async def opened(
         async def pause(_: float) -> None:
             await domain.again.wait()
 
+        domain.pause = pause
         domain.sandboxes = Sandboxes(
             {backend.name: backend},
             backend.name,

@@ -127,6 +127,7 @@ class ScriptedBackend(Backend):
 
     name = "scripted"
     unavailable_reason = ""
+    layers_outlive = True
 
     def __init__(self, world: World, journal: Journal) -> None:
         self.world = world
@@ -136,6 +137,7 @@ class ScriptedBackend(Backend):
         self.in_creation = 0
         self.most_in_creation = 0
         self.made: set[str] = set()
+        self.sealed: set[str] = set()
         self._journal = journal
         self.capabilities = Capabilities(
             networks=frozenset({NetworkKind.NONE}), fork=ForkKind.FILESYSTEM, pause=True, live_fork=True
@@ -183,7 +185,13 @@ class ScriptedBackend(Backend):
 
     async def seal_live(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
         self.world.layers.add(layer_id)
+        self.sealed.add(layer_id)
         return SealedLayer(layer_id, self.world.layer_size)
+
+    async def adopt_layers(self, known: Sequence[str]) -> frozenset[str]:
+        self.world.check()
+        self.world.layers &= self.sealed | set(known)
+        return frozenset(known) & self.world.layers
 
     async def has_layer(self, layer_id: str) -> bool:
         return layer_id in self.world.layers

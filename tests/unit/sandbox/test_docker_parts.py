@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
-from penstock_sandbox.backends.docker import additions, changes, confinement, hold
+from penstock_sandbox.backends.docker import additions, changes, confinement, handover, hold
 from penstock_sandbox.backends.docker.daemon import Missing, Refused
 from penstock_sandbox.backends.docker.wire import Wire
 
@@ -133,6 +133,74 @@ def test_no_account_file_makes_the_user_root(passwd: str, group: str) -> None:
     """R80"""
     account, written, _ = additions.account_in(passwd, group, "/bin/sh")
     assert account.uid > 0 and account.gid > 0 and account.home.startswith("/") and "agent:x:" in written
+
+
+def test_a_user_of_the_image_is_found_by_name_or_number_and_nobody_else_is() -> None:
+    """R45, R63"""
+    passwd = "root:x:0:0::/root:/bin/sh\ncoder:x:1234:1235::/home/coder:/bin/zsh\nodd:x:none:5::/:/bin/sh\n"
+    found = additions.account_named("coder", passwd, "/bin/sh")
+    assert found == additions.Account("coder", 1234, 1235, "/home/coder", "/bin/sh")
+    assert additions.account_named("1234", passwd, "/bin/sh") == found
+    root = additions.Account("root", 0, 0, "/root", "/bin/sh")
+    assert additions.account_named("root", "", "/bin/sh") == additions.account_named("0", passwd, "/bin/sh") == root
+    alone = additions.account_named("77", passwd, "/bin/sh")
+    assert alone is not None and (alone.name, alone.uid, alone.gid) == ("77", 77, 77)
+    for unknown in ("odd", "nobody", "4294967295", "-1", "1234:0", ""):
+        assert additions.account_named(unknown, passwd, "/bin/sh") is None
+
+
+# Handing over ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("declared", "workdir"),
+    [
+        ("", "/workspace"), ("/", "/workspace"), ("/usr", "/workspace"), ("/etc/app", "/workspace"),
+        ("/lib/../usr/lib/x", "/workspace"), ("//etc", "/workspace"), ("relative", "/workspace"),
+        ("/opt/penstock/x", "/workspace"), ("/tmp/x", "/workspace"), ("/testbed/", "/testbed"),
+        ("/app/./src/..", "/app"),
+        ("/usr/src/app", "/usr/src/app"), ("/home/repository", "/home/repository"), ("/root", "/root"),
+    ],
+)  # fmt: skip
+def test_no_directory_of_the_system_is_a_working_directory(declared: str, workdir: str) -> None:
+    """R45, R55"""
+    assert handover.workdir_of(declared) == workdir
+
+
+@given(st.text(alphabet="./abet", max_size=12))
+def test_a_working_directory_is_always_one_of_its_own(declared: str) -> None:
+    """R80: whatever an image declares."""
+    workdir = handover.workdir_of(declared)
+    assert workdir.startswith("/") and workdir != "/" and ".." not in workdir.split("/")
+
+
+def test_what_is_handed_over_changes_its_owner_and_nothing_else() -> None:
+    """R44: what is his already, and what only root may make, stays as it is."""
+    account = additions.Account("agent", 1000, 1001, "/home/agent", "/bin/sh")
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name, kind, mode, uid, content in (
+            ("testbed", tarfile.DIRTYPE, 0o2755, 0, b""), ("testbed/tool", tarfile.REGTYPE, 0o4755, 0, b"x" * 300_000),
+            ("testbed/hard", tarfile.LNKTYPE, 0o755, 0, b""), ("testbed/soft", tarfile.SYMTYPE, 0o777, 5, b""),
+            ("testbed/his", tarfile.REGTYPE, 0o600, 1000, b"his"), ("testbed/disk", tarfile.BLKTYPE, 0o600, 0, b""),
+            ("testbed/\udcff", tarfile.REGTYPE, 0o600, 0, b"odd"),
+        ):  # fmt: skip
+            member = tarfile.TarInfo(name)
+            member.type, member.mode, member.uid, member.mtime = kind, mode, uid, 12345.5
+            member.gid = 1001 if uid == 1000 else 0
+            member.linkname = {tarfile.LNKTYPE: "testbed/tool", tarfile.SYMTYPE: "/etc/passwd"}.get(kind, "")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    whole = b"".join(handover.handed_over([sink.getvalue()], "/srv/testbed", account))
+    with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
+        found = {member.name: member for member in archive}
+        tool = archive.extractfile(found["srv/testbed/tool"])
+        assert tool is not None and tool.read() == b"x" * 300_000
+    assert set(found) == {f"srv/testbed{rest}" for rest in ("", "/tool", "/hard", "/soft", "/\udcff")}
+    assert {(member.uid, member.gid, member.mtime) for member in found.values()} == {(1000, 1001, 12345.5)}
+    assert found["srv/testbed/tool"].mode == 0o755 and found["srv/testbed"].mode == 0o2755
+    assert found["srv/testbed/hard"].linkname == "srv/testbed/tool"
+    assert found["srv/testbed/soft"].linkname == "/etc/passwd"
 
 
 # Differences ----------------------------------------------------------------------------------------------------------

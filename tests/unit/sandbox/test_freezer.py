@@ -79,3 +79,14 @@ def _burn() -> None:
 def _ticks(pid: int) -> int:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
+
+
+def test_hastening_a_move_moves_nothing() -> None:
+    """R51: the wait that it takes off a create must not cost this process its own place."""
+    name = f"penstock-hasten-test-{os.getpid()}"
+    found = Cgroups.detect(name)
+    before = Path("/proc/self/cgroup").read_text()
+    found.hasten()
+    Cgroups(()).hasten()
+    assert Path("/proc/self/cgroup").read_text() == before
+    cgroups.remove_parents(found.parents, name)

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.waiting import eventually
 from tests.unit.sandbox.domain import Domain, opened, pass_turns
+from tests.unit.sandbox.scripted_backend import World
 
 from penstock_chassis.errors import NotFound, Unavailable
 from penstock_sandbox.forks import Forks
-from penstock_sandbox.model import Sandbox, SandboxSpec, Snapshot, SnapshotSpec
+from penstock_sandbox.model import Command, Sandbox, SandboxSpec, Snapshot, SnapshotSpec
+from penstock_sandbox.records import SnapshotRecords
+from penstock_sandbox.snapshot_key import key_of
 from penstock_sandbox.snapshots import Snapshots
 
 
 class Cache:
     """Room for two snapshots."""
 
-    def __init__(self, domain: Domain) -> None:
+    def __init__(self, domain: Domain, *, keep: bool = False) -> None:
         self.domain = domain
-        self.snapshots = Snapshots(domain.sandboxes, 1000.0, 2 * domain.world.layer_size, clock=lambda: domain.now)
+        self.snapshots = Snapshots(
+            domain.sandboxes,
+            SnapshotRecords(domain.journal),
+            1000.0,
+            2 * domain.world.layer_size,
+            keep=keep,
+            clock=lambda: domain.now,
+            pause=domain.pause,
+        )
         self.forks = Forks(domain.sandboxes)
 
     async def prepare(self, name: str, below: str = "") -> str:
@@ -45,13 +59,21 @@ class Cache:
     def known(self) -> set[str]:
         return {snapshot.id for snapshot in self.snapshots.all()}
 
+    async def rows(self) -> set[str]:
+        return {row["id"] for row in await self.domain.journal.query("SELECT id FROM snapshot")}
+
 
 @asynccontextmanager
-async def cache(folder: Path) -> AsyncIterator[Cache]:
-    async with opened(folder) as domain:
-        made = Cache(domain)
+async def cache(
+    folder: Path, world: World | None = None, *, keep: bool = False, killed: bool = False
+) -> AsyncIterator[Cache]:
+    async with opened(folder, world) as domain:
+        made = Cache(domain, keep=keep)
+        await made.snapshots.open()
         yield made
-        await made.snapshots.aclose()
+        if not killed:
+            await made.snapshots.aclose()
+            await pass_turns()
 
 
 async def test_the_least_recently_used_goes_first_and_is_unknown_then(tmp_path: Path) -> None:
@@ -148,8 +170,8 @@ async def test_a_copy_of_a_live_sandbox_that_has_no_child_goes_with_the_call(tmp
         with pytest.raises(OSError, match="makes nothing"):
             async for _ in it.forks.of_sandbox("request", source.id, 2, SandboxSpec()):
                 pass
-        await pass_turns()
-        assert not it.domain.world.layers
+        # The other child's create may still be at the journal, which is not this loop's.
+        await eventually(lambda: not it.domain.world.layers, "the copy goes")
         it.domain.backend.create_fails = False
         children = [child async for _, child in it.forks.of_sandbox("request", source.id, 2, SandboxSpec())]
         assert len({child.id for child in children if isinstance(child, Sandbox)}) == 2
@@ -159,3 +181,108 @@ async def test_a_copy_of_a_live_sandbox_that_has_no_child_goes_with_the_call(tmp
             await it.domain.sandboxes.delete(child.id)
         await pass_turns()
         assert not it.domain.world.layers
+
+
+# After a restart -----------------------------------------------------------------------------------------------------
+
+
+async def test_what_a_killed_service_prepared_is_found_by_the_next_and_nothing_else_stays(tmp_path: Path) -> None:
+    """R50, R57: setup runs once, also across a kill -9; a layer that nobody remembers goes."""
+    world = World()
+    async with cache(tmp_path, world, killed=True) as it:
+        below = await it.prepare("below")
+        above = await it.prepare("above", below)
+        world.layers.add("ss-half-made")
+    assert world.layers == {below, above, "ss-half-made"}
+    async with cache(tmp_path, world) as it:
+        assert it.known == world.layers == {below, above}
+        assert await it.prepare("above", below) == above and await it.prepare("below") == below
+        child = await it.fork(above)
+        assert child.spec.snapshot_id == above and child.spec.env == {"NAME": "above"}
+        # What it stands on is known too.
+        await it.domain.sandboxes.delete(child.id)
+        await it.snapshots.delete(below)
+        await pass_turns()
+        assert world.layers == {below, above}
+        await it.snapshots.delete(above)
+        await pass_turns()
+        assert not world.layers and not await it.rows()
+
+
+async def test_a_stopped_service_leaves_snapshots_only_where_that_is_wished(tmp_path: Path) -> None:
+    """R50, R70"""
+    world = World()
+    async with cache(tmp_path, world, keep=True) as it:
+        kept = await it.prepare("kept")
+        deleted = await it.prepare("deleted")
+        await it.snapshots.delete(deleted)
+    assert world.layers == {kept}
+    async with cache(tmp_path, world) as it:
+        assert it.known == {kept} and await it.prepare("kept") == kept
+    assert not world.layers
+    async with cache(tmp_path, world) as it:
+        assert not it.known and not await it.rows()
+
+
+async def test_a_snapshot_whose_layer_is_gone_is_prepared_again(tmp_path: Path) -> None:
+    """R26: whether it went while the service ran or while it did not."""
+    world = World()
+    async with cache(tmp_path, world, killed=True) as it:
+        first = await it.prepare("one")
+        world.layers.clear()
+        second = await it.prepare("one")
+        assert it.known == {second} == await it.rows() and second != first
+    world.layers.clear()
+    async with cache(tmp_path, world) as it:
+        assert not it.known and not await it.rows()
+        assert await it.prepare("one") not in (first, second)
+
+
+async def test_one_that_was_evicted_is_not_back_after_a_restart(tmp_path: Path) -> None:
+    """R50"""
+    world = World()
+    async with cache(tmp_path, world, killed=True) as it:
+        names = [await it.prepare(name) for name in ("first", "second", "third")]
+        assert await it.rows() == it.known == set(names[1:])
+    async with cache(tmp_path, world) as it:
+        assert it.known == world.layers == set(names[1:])
+
+
+async def test_what_a_provider_has_is_asked_for_until_it_answers_and_nothing_is_removed_before(tmp_path: Path) -> None:
+    """R50, R27"""
+    world = World()
+    async with cache(tmp_path, world, killed=True) as it:
+        kept = await it.prepare("kept")
+    world.fails = True
+    async with cache(tmp_path, world) as it:
+        assert not it.known and world.layers == {kept} == await it.rows()
+        world.fails = False
+        # Before it is asked again it is made again, and that one counts.
+        again = await it.prepare("kept")
+        await it.domain.try_again()
+        await pass_turns()
+        assert it.known == {again} == world.layers == await it.rows()
+
+
+async def test_a_setup_with_a_secret_is_not_recognised_after_a_restart_and_the_secret_is_nowhere(
+    tmp_path: Path,
+) -> None:
+    """R1, R2: what could recognise it could be used to guess it."""
+    world = World()
+    secret = "sk-test '$(leak)"
+    spec = SnapshotSpec(SandboxSpec(), setup=(Command(("true",), secret_env={"KEY": secret}),))
+    assert key_of(spec) == key_of(spec)
+    async with cache(tmp_path, world, killed=True) as it:
+        kept = await it.prepare("plain")
+    text = b"".join(file.read_bytes() for file in tmp_path.iterdir() if file.is_file())
+    assert kept.encode() in text and secret.encode() not in text
+    program = "from penstock_sandbox.model import *; from penstock_sandbox.snapshot_key import key_of;"
+    program += "print(key_of(SnapshotSpec(SandboxSpec(), setup=(Command(('true',), secret_env={KEYS}),))))"
+    keys = {run_python(program.replace("{KEYS}", repr({"KEY": secret}))) for _ in range(2)}
+    plain = {run_python(program.replace("{KEYS}", "{}")) for _ in range(2)}
+    assert len(keys) == 2 and len(plain) == 1
+
+
+def run_python(text: str) -> str:
+    """What a program prints in an interpreter of its own."""
+    return subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, text=True).stdout

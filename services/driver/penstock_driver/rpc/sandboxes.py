@@ -59,6 +59,8 @@ from penstock_driver.specs import Toolbox
 CHUNK_BYTES: Final = 256 << 10
 CALL_S: Final = 60.0
 """Deadline of calls that do little; those that run what a client asked for have the caller's."""
+MAKE_S: Final = 900.0
+"""Deadline of calls that make a sandbox: a provider may have to start a machine, and files may have to get there."""
 WATCH_RETRIES: Final = 8
 _PROBE_S: Final = 5.0
 
@@ -144,7 +146,7 @@ class GrpcSandboxes:
         spec.labels.update(labels)
         request = sandbox_service_pb2.CreateSandboxRequest(request_id=secrets.token_hex(16), spec=spec)
         with typed_errors():
-            answer = await self._sandboxes.CreateSandbox(request, timeout=CALL_S)
+            answer = await self._sandboxes.CreateSandbox(request, timeout=MAKE_S)
         return _facts(answer.sandbox)
 
     async def fork(
@@ -164,7 +166,7 @@ class GrpcSandboxes:
             ),
         )
         with typed_errors():
-            async for child in self._sandboxes.ForkSandboxes(request, timeout=CALL_S):
+            async for child in self._sandboxes.ForkSandboxes(request, timeout=MAKE_S):
                 if child.WhichOneof("result") == "sandbox":
                     return _facts(child.sandbox)
                 failure = child.failure

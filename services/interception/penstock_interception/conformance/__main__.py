@@ -1,6 +1,6 @@
 """`penstock conformance`, also `python -m penstock_interception.conformance`.
 
-Exit codes: 0 the seven cases are exact and nothing is misread; 1 otherwise; 2 wrong usage; 4 the directory cannot be used.
+Exit codes: 0 the seven cases are exact and nothing is misread; 1 otherwise; 2 wrong usage; 4 the directory is refused.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ def run_case(case: Case, setting: Setting) -> Result:
 
 def _call_as_written(setting: Setting) -> None:
     codec = setting.codec
-    turn = Message.assistant("", ToolCallPart("a1b2c3d4e", "bash", REWRITTEN[0]))
+    call_id = "functions.bash:0" if codec.parser == "kimi" else "a1b2c3d4e"
+    turn = Message.assistant("", ToolCallPart(call_id, "bash", REWRITTEN[0]))
     prompt = codec.render_text(START, (BASH,))
     text = codec.render_text([*START, turn], (BASH,), add_generation_prompt=False)
     if not text.startswith(prompt):
@@ -120,7 +121,7 @@ def _call_as_written(setting: Setting) -> None:
             Verdict.NOT_APPLICABLE, "the template writes an old answer otherwise than behind its own prompt"
         )
     read = codec.parse(codec.encode(text[len(prompt) :]), prompt_ids=codec.encode(prompt), tools=(BASH,)).message
-    if [call.name for call in read.tool_calls] != ["bash"] or read.text.strip():
+    if [call.name for call in read.tool_calls] != ["bash"]:
         raise Deviation(
             Verdict.MISREAD,
             f"the parser {codec.parser!r} does not read a call as the template writes it: {read.text!r}",
@@ -174,6 +175,21 @@ def _side_conversation(setting: Setting) -> None:
         raise Deviation(Verdict.MISREAD, "the side conversation and the main one were taken for one")
 
 
+def _late_instructions(setting: Setting) -> None:
+    speech, tools = setting.speech, _tools(setting)
+    conversation = setting.conversation()
+    start = [*START, Message.system("The date is today.")]
+    completion = speech.calls(ARGUMENTS) if speech.calls_tools else speech.text(TEXT)
+    first = conversation.call(start, completion, tools=tools)
+    history = [*start, first.sampled.message, *(_results(first) or [MORE]), Message.system("Be brief.")]
+    second = conversation.call(history, speech.text(TEXT), tools=tools)
+    _must_continue(conversation, second, first)
+    if "Be brief." not in setting.codec.decode(second.suffix):
+        raise Deviation(Verdict.MISREAD, "the next prompt does not show a late instruction")
+    last = [*history, second.sampled.message, MORE, Message.system("Now stop.")]
+    _must_continue(conversation, conversation.call(last, speech.text(TEXT), tools=tools), second)
+
+
 def _several_results(setting: Setting) -> None:
     conversation, first = _begun(setting, setting.speech.calls('{ "command":"a"}', '{ "command":"b"}'))
     if len(first.sampled.message.tool_calls) != 2:
@@ -196,9 +212,7 @@ def _reasoning_cut_off(setting: Setting) -> None:
     conversation = setting.conversation()
     cut = setting.speech.thought(THOUGHT, "").rstrip()[:-12]
     first = conversation.call(START, cut, finish=FinishReason.LENGTH, tools=_tools(setting))
-    for echo in ([first.sampled.message], []):  # an empty turn is sent back or left out
-        second = conversation.call([*START, *echo, MORE], setting.speech.text(TEXT), tools=_tools(setting))
-        _must_continue(conversation, second, first)
+    _go_on(conversation, first, first.sampled.message, MORE)
 
 
 def _call_cut_off(setting: Setting) -> None:
@@ -269,6 +283,7 @@ CASES: Final[Sequence[Case]] = (
     Case("side", "another conversation in between", _side_conversation, main=True),
     Case("as_written", "a call as the template writes it", _call_as_written, needs_tools=True),
     Case("several_results", "several calls and results in a turn", _several_results, needs_tools=True),
+    Case("instructions", "instructions in the midst", _late_instructions),
     Case("turn_cut", "a turn was cut off", _turn_cut_off),
     Case("reasoning_cut", "a turn was cut off while thinking", _reasoning_cut_off, needs_reasoning=True),
     Case("call_cut", "a tool call was cut off", _call_cut_off, needs_tools=True),

@@ -70,7 +70,7 @@ class Report:
 
     @property
     def exact(self) -> bool:
-        """Whether the seven are exact in every dialect, as far as the model has tools and reasoning, and all is read."""
+        """Whether the seven are exact in every dialect, as far as the model can do them, and all is read rightly."""
         misread = any(line.result.verdict is Verdict.MISREAD for line in self.lines)
         return not misread and all(line.holds for line in self.lines if line.case.main)
 

@@ -6,6 +6,7 @@ shape:
 - the first line that has tools is MAIN; lines without tools that opened beside it and were not continued are TITLE;
 - the same messages again are a RETRY: of several answers, the one that the agent went on with keeps its line's class;
 - a line that leaves another one in the middle is an EDIT;
+- a new root with tools in another session of the agent is a SUB_AGENT;
 - a new root that starts like a known line (same system prompt and first user message) is a COMPACTION if it has fewer
   messages, else an EDIT; the known history without its tools is a COMPACTION (the agent asks for a summary);
 - a root with the main line's system prompt and tools but another task is a COMPACTION, unless the main line waits
@@ -52,12 +53,14 @@ class Lines:
             return CallClass.MAIN, ""
         if not key.has_tools and any(digest(*keys[:n]) in self._bare for n in range(2, len(keys))):
             return CallClass.COMPACTION, "the history again, without its tools"
+        elsewhere = bool(hints.session) and bool(main.session) and hints.session != main.session
+        if elsewhere and key.has_tools:
+            return CallClass.SUB_AGENT, "another session of the agent"
         known = self._longest.get((key.system, key.first_user))
         if known is not None:
             if key.messages < known:
                 return CallClass.COMPACTION, "the same task with a shortened history"
             return CallClass.EDIT, "the same task with an edited history"
-        elsewhere = bool(hints.session) and bool(main.session) and hints.session != main.session
         if key.system == main.key.system and key.tools == main.key.tools:
             if elsewhere or main.sampled.message.tool_calls:
                 return CallClass.SUB_AGENT, "a task of its own while the main line waits"

@@ -60,8 +60,10 @@ class Ingress:
         passthrough: Passthrough,
         limits: IngressLimits | None = None,
     ) -> None:
+        """The first of the dialects is asked last, and says no where no other does."""
         self._turns = turns
-        self._dialects = tuple(dialects)
+        self._fallback, *others = dialects
+        self._dialects = (*others, self._fallback)
         self._passthrough = passthrough
         self._limits = limits or IngressLimits()
 
@@ -74,7 +76,7 @@ class Ingress:
         return app
 
     async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
-        return _problem(self._dialects[0], outcomes.UNKNOWN_ROUTE)
+        return _problem(self._fallback, outcomes.UNKNOWN_ROUTE)
 
     async def _rollout(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"]
@@ -85,7 +87,7 @@ class Ingress:
         dialect, route = nearest, None
         try:
             if rollout.opening.mode is Mode.BLACK_BOX:
-                return await self._passthrough.forward(request, rollout, path)
+                return await self._passthrough.forward(request, rollout, path, nearest.dialect)
             dialect, route = self._route(request, rollout, path) or (nearest, None)
             if route is None:
                 return _problem(dialect, outcomes.UNKNOWN_ROUTE)
@@ -142,7 +144,7 @@ class Ingress:
     ) -> web.StreamResponse:
         headers = request.headers
         parsed, identity = await self._read(
-            body, lambda: (dialect.parse(body, route), identify(dialect.dialect, headers, body))
+            body, lambda: (dialect.parse(body, route), identify(dialect, headers, body))
         )
         call = same_call(rollout, identity)
         if call is None:
@@ -197,15 +199,15 @@ class Ingress:
             return _problem(dialect, problem)
         response = web.StreamResponse(headers=_STREAM_HEADERS)
         await response.prepare(request)
-        opening = dialect.stream_open(call, parsed)
+        stream = dialect.stream(call, parsed)
+        opening = stream.open()
         if opening:
             await response.write(opening)
         while not call.ended.done():
-            await response.write(dialect.stream_keep_alive())
+            await response.write(stream.keep_alive())
             await asyncio.wait([call.ended], timeout=self._limits.keep_alive_s)
         problem = outcomes.of_ended(call)
-        rest = dialect.stream_answer(call, parsed) if problem is None else dialect.stream_problem(problem)
-        await response.write(rest)
+        await response.write(stream.answer() if problem is None else stream.problem(problem))
         await response.write_eof()
         if call.state is CallState.DELIVERED:
             self._turns.gate.told(call)
@@ -213,7 +215,7 @@ class Ingress:
 
     def _nearest(self, path: str) -> DialectCodec:
         """The dialect whose way of saying no fits a path best."""
-        return next((dialect for dialect in self._dialects if dialect.owns(path)), self._dialects[0])
+        return next((dialect for dialect in self._dialects if dialect.owns(path)), self._fallback)
 
 
 def _credential(request: web.Request) -> str:
@@ -237,7 +239,9 @@ def _problem(dialect: DialectCodec, problem: Problem) -> web.Response:
     headers = {"x-should-retry": "true" if problem.retry else "false"}
     if problem.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(problem.retry_after_s)))
-    return web.Response(status=problem.status, body=dialect.problem(problem), content_type=_JSON, headers=headers)
+    return web.Response(
+        status=dialect.status(problem), body=dialect.problem(problem), content_type=_JSON, headers=headers
+    )
 
 
 async def _alive(_request: web.Request) -> web.Response:

@@ -14,8 +14,9 @@ import orjson
 
 from penstock_codec.chat import FinishReason, Usage
 from penstock_interception.calls import Call, Dialect
+from penstock_interception.ingress import openai_common
 from penstock_interception.ingress.chat_body import parse_chat
-from penstock_interception.ingress.dialect import Ask, DialectCodec, Problem, Route
+from penstock_interception.ingress.dialect import Ask, PlainStreams, Problem, Route
 from penstock_interception.requests import ChatRequest
 
 _FINISH = {
@@ -24,11 +25,9 @@ _FINISH = {
     FinishReason.TOOL_CALLS: "tool_calls",
     FinishReason.CONTENT_FILTER: "content_filter",
 }
-_MODEL = "/v1/models/"
-_TYPES = {401: "invalid_request_error", 403: "insufficient_quota", 429: "rate_limit_error"}
 
 
-class ChatCompletions(DialectCodec):
+class ChatCompletions(PlainStreams):
     """The dialect. Stateless."""
 
     dialect = Dialect.CHAT_COMPLETIONS
@@ -42,17 +41,13 @@ class ChatCompletions(DialectCodec):
     def route(self, method: str, path: str, query: Mapping[str, str], headers: Mapping[str, str]) -> Route | None:
         if path == "/v1/chat/completions":
             return Route(Ask.COMPLETION)
-        if method == "GET" and path == "/v1/models":
-            return Route(Ask.MODELS)
-        if method == "GET" and path.startswith(_MODEL):
-            return Route(Ask.MODEL, path.removeprefix(_MODEL))
-        return None
+        return openai_common.models_route(method, path)
 
     def parse(self, body: bytes, route: Route) -> ChatRequest:
         return parse_chat(body)
 
     def problem(self, problem: Problem) -> bytes:
-        return orjson.dumps({"error": _error(problem)})
+        return orjson.dumps({"error": openai_common.error(problem)})
 
     def answer(self, call: Call, request: ChatRequest) -> bytes:
         message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
@@ -103,18 +98,14 @@ class ChatCompletions(DialectCodec):
         events.append(b"data: [DONE]\n\n")
         return b"".join(events)
 
-    def stream_problem(self, problem: Problem) -> bytes:
-        return _event({"error": _error(problem)})
+    def stream_problem(self, problem: Problem, request: ChatRequest) -> bytes:
+        return _event({"error": openai_common.error(problem)})
 
     def models(self, name: str) -> bytes:
-        return orjson.dumps({"object": "list", "data": [_model(name)]})
+        return openai_common.models(name)
 
     def model(self, name: str) -> bytes:
-        return orjson.dumps(_model(name))
-
-
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "penstock"}
+        return openai_common.model(name)
 
 
 def _head(call: Call, request: ChatRequest, kind: str) -> dict[str, Any]:
@@ -142,11 +133,6 @@ def _usage(call: Call) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens or 0},
         "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
     }
-
-
-def _error(problem: Problem) -> dict[str, Any]:
-    kind = _TYPES.get(problem.status, "server_error" if problem.status >= 500 else "invalid_request_error")
-    return {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, ValidationError
 
 from penstock_codec.chat import (
@@ -26,16 +25,13 @@ from penstock_codec.chat import (
     ToolResultPart,
 )
 from penstock_interception.ingress.dialect import BadRequest
+from penstock_interception.ingress.reading import json_object, json_text, refusal
 from penstock_interception.requests import ChatRequest
 
 MAX_MESSAGES = 20_000
 INT64 = 2**63 - 1
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "prompt_cache_retention"}
-)
-# Names of union members that pydantic puts into a location behind a list index.
-_TAGS = frozenset(
-    {"system", "developer", "user", "assistant", "tool", "text", "input_text", "output_text", "image_url", "refusal"}
 )
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
@@ -176,12 +172,7 @@ class ChatBody(_Strict):
 
 def parse_chat(body: bytes) -> ChatRequest:
     """Reads a body. Raises BadRequest and nothing else."""
-    try:
-        value = orjson.loads(body)
-    except ValueError as error:
-        raise BadRequest(f"The body is not JSON: {error}.", None, "invalid_json") from None
-    if not isinstance(value, dict):
-        raise BadRequest("The body is not a JSON object.", None, "invalid_json")
+    value = json_object(body)
     for name in ("functions", "function_call"):
         if value.get(name) is not None:
             raise BadRequest(
@@ -192,13 +183,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     try:
         parsed = ChatBody.model_validate(value)
     except ValidationError as error:
-        found = error.errors(include_input=False, include_url=False, include_context=False)
-        # Of the members of a union, the one that got furthest says most.
-        first = max(
-            (item for item in found if item["loc"][:2] == found[0]["loc"][:2]), key=lambda item: len(item["loc"])
-        )
-        param = _path(first["loc"])
-        raise BadRequest(f"{param or 'body'}: {first['msg']}.", param, "invalid_value") from None
+        raise refusal(error, value) from None
     if parsed.n is not None and parsed.n != 1:
         raise BadRequest("n: only 1 completion per request is served here.", "n", "unsupported_value")
     return _request(parsed)
@@ -268,7 +253,7 @@ def _choice(body: ChatBody, tools: tuple[Tool, ...], notes: list[str]) -> ToolCh
 
 
 def _tool(function: _ToolFunction) -> Tool:
-    schema = orjson.dumps(function.parameters if function.parameters is not None else {}).decode()
+    schema = json_text(function.parameters or {}, "tools.function.parameters")
     return Tool(function.name, function.description or "", schema, function.strict)
 
 
@@ -277,7 +262,7 @@ def _response_format(value: dict[str, Any] | None) -> str | None:
         return None
     if value.get("type") not in ("json_object", "json_schema"):
         raise BadRequest("response_format.type: unknown.", "response_format.type", "invalid_value")
-    return orjson.dumps(value).decode()
+    return json_text(value, "response_format")
 
 
 def _message(message: _System | _User | _Assistant | _Tool) -> Message:
@@ -317,16 +302,3 @@ def _parts(content: Content | TextContent | None) -> tuple[Part, ...]:
             case _RefusalPart():
                 parts.append(TextPart(part.refusal))
     return tuple(parts)
-
-
-def _path(location: tuple[int | str, ...]) -> str | None:
-    """A pydantic location as a client writes it; the names of union members are left out."""
-    path = ""
-    before: int | str = ""
-    for step in location:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif not (isinstance(before, int) and step in _TAGS) and step.isidentifier() and step not in ("str", "list"):
-            path += f".{step}" if path else step
-        before = step
-    return path or None

@@ -51,6 +51,26 @@ class Route:
     stream: bool | None = None
 
 
+class AnswerStream(ABC):
+    """One streamed answer: `open` first, `keep_alive` any number of times, then `answer` or `problem`, once."""
+
+    @abstractmethod
+    def open(self) -> bytes:
+        """What the stream starts with, before the answer is known; may be empty."""
+
+    @abstractmethod
+    def keep_alive(self) -> bytes:
+        """What clients of this dialect ignore, but count as a sign of life."""
+
+    @abstractmethod
+    def answer(self) -> bytes:
+        """The rest of the stream."""
+
+    @abstractmethod
+    def problem(self, problem: Problem) -> bytes:
+        """The rest of a stream that fails after it has begun."""
+
+
 class DialectCodec(ABC):
     """One dialect. Stateless, so that any thread may read and write with it."""
 
@@ -76,6 +96,10 @@ class DialectCodec(ABC):
         the call.
         """
 
+    def status(self, problem: Problem) -> int:
+        """An error's HTTP status, where agents of this dialect understand another one better."""
+        return problem.status
+
     @abstractmethod
     def problem(self, problem: Problem) -> bytes:
         """An error's body."""
@@ -85,20 +109,12 @@ class DialectCodec(ABC):
         """A whole answer as JSON, for a request that asked for no stream."""
 
     @abstractmethod
-    def stream_open(self, call: Call, request: ChatRequest) -> bytes:
-        """What a stream starts with, before the answer is known; may be empty."""
+    def stream(self, call: Call, request: ChatRequest) -> AnswerStream:
+        """The writer of one streamed answer."""
 
-    @abstractmethod
-    def stream_keep_alive(self) -> bytes:
-        """What clients of this dialect ignore."""
-
-    @abstractmethod
-    def stream_answer(self, call: Call, request: ChatRequest) -> bytes:
-        """The rest of a stream."""
-
-    @abstractmethod
-    def stream_problem(self, problem: Problem) -> bytes:
-        """The rest of a stream that fails after it has begun."""
+    def essence(self, body: bytes) -> bytes | None:
+        """What of a body makes it the same request when it comes again (R34); None where that is every byte of it."""
+        return None
 
     def count(self, tokens: int) -> bytes:
         """The answer to a COUNT, for dialects whose `route` says COUNT."""
@@ -111,3 +127,45 @@ class DialectCodec(ABC):
     @abstractmethod
     def model(self, name: str) -> bytes:
         """That one model by itself."""
+
+
+class PlainStreams(DialectCodec):
+    """A dialect in which no event of a stream depends on how many went before it."""
+
+    @abstractmethod
+    def stream_open(self, call: Call, request: ChatRequest) -> bytes:
+        """As AnswerStream.open."""
+
+    @abstractmethod
+    def stream_keep_alive(self) -> bytes:
+        """As AnswerStream.keep_alive."""
+
+    @abstractmethod
+    def stream_answer(self, call: Call, request: ChatRequest) -> bytes:
+        """As AnswerStream.answer."""
+
+    @abstractmethod
+    def stream_problem(self, problem: Problem, request: ChatRequest) -> bytes:
+        """As AnswerStream.problem."""
+
+    def stream(self, call: Call, request: ChatRequest) -> AnswerStream:
+        return _PlainStream(self, call, request)
+
+
+class _PlainStream(AnswerStream):
+    def __init__(self, dialect: PlainStreams, call: Call, request: ChatRequest) -> None:
+        self._dialect = dialect
+        self._call = call
+        self._request = request
+
+    def open(self) -> bytes:
+        return self._dialect.stream_open(self._call, self._request)
+
+    def keep_alive(self) -> bytes:
+        return self._dialect.stream_keep_alive()
+
+    def answer(self) -> bytes:
+        return self._dialect.stream_answer(self._call, self._request)
+
+    def problem(self, problem: Problem) -> bytes:
+        return self._dialect.stream_problem(problem, self._request)

@@ -9,6 +9,8 @@ An SDK that loses its connection, or gets an error that it may retry, sends its 
    was never written out completely, is that call: nobody else can be waiting for it.
 4. Everything else is a new call, also when its body was seen before: an agent may ask the same twice.
 
+Bodies are the same when what the dialect calls their essence is: a client may write one request in several ways.
+
 A call that ended without an answer is never joined: a retry of it is a new call.
 """
 
@@ -18,8 +20,8 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock_interception.calls import Call, CallState, Dialect, Rollout
-from penstock_interception.ingress.dialect import BadRequest
+from penstock_interception.calls import Call, CallState, Rollout
+from penstock_interception.ingress.dialect import BadRequest, DialectCodec
 
 MAX_KEY = 256
 
@@ -34,17 +36,20 @@ class Identity:
     says_retry: bool
 
 
-def identify(dialect: Dialect, headers: Mapping[str, str], body: bytes) -> Identity:
+def identify(dialect: DialectCodec, headers: Mapping[str, str], body: bytes) -> Identity:
     """The identity of a request. Raises BadRequest for a key that is too long."""
     digest = hashlib.sha256(body).digest()
+    essence = dialect.essence(body)
+    same = digest if essence is None else hashlib.sha256(essence).digest()
+    name = dialect.dialect
     count = headers.get("x-stainless-retry-count", "0")
     says_retry = count.isdigit() and count.strip("0") != ""
     key = headers.get("idempotency-key", "")
     if len(key) > MAX_KEY:
         raise BadRequest(f"Idempotency-Key is longer than {MAX_KEY} characters.", None, "invalid_idempotency_key")
     if key:
-        return Identity(f"key:{dialect}:{key}", digest, True, says_retry)
-    return Identity(f"body:{dialect}:{digest.hex()}", digest, False, says_retry)
+        return Identity(f"key:{name}:{key}", digest, True, says_retry)
+    return Identity(f"body:{name}:{same.hex()}", digest, False, says_retry)
 
 
 def same_call(rollout: Rollout, identity: Identity) -> Call | None:

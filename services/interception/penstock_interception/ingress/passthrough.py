@@ -1,7 +1,8 @@
 """Black box mode: the bytes of a request go to the operator's or caller's endpoint and back, unread, only counted.
 
 Headers of the hop stay on the hop; the agent's credential is replaced by the endpoint's key, which goes to no other
-address (R11). A request that was begun is recorded as a call without content.
+address (R11) and in the header that the agent's dialect has for it. A request that was begun is recorded as a call
+without content.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _log = structlog.get_logger(__name__)
 _OFFERED: Final = re.compile(
     r"/v1/(chat/completions|completions|responses|messages|messages/count_tokens|embeddings|models(/[A-Za-z0-9_:@-][A-Za-z0-9_.:@-]*)*)"
 )
+
+_COUNTS: Final = "/v1/messages/count_tokens"
 
 _HOP: Final = frozenset(
     {
@@ -68,7 +71,7 @@ class Passthrough:
         self._sources = sources
         self._http = http
 
-    async def forward(self, request: web.Request, rollout: Rollout, path: str) -> web.StreamResponse:
+    async def forward(self, request: web.Request, rollout: Rollout, path: str, dialect: Dialect) -> web.StreamResponse:
         """One request there and its answer back, streamed as it comes."""
         source = self._sources.source(rollout.opening.mode, rollout.opening.source, rollout.caller_key)
         if not isinstance(source, UpstreamSource):
@@ -77,8 +80,8 @@ class Passthrough:
             raise BadRequest("There is no such route.", None, "unknown_url")
         body = await request.read()
         call = None
-        if request.method == "POST":
-            call = self._turns.gate.admit(rollout, _arrival(body))
+        if request.method == "POST" and path != _COUNTS:
+            call = self._turns.gate.admit(rollout, _arrival(body, dialect))
             self._turns.gate.journal(call)
         try:
             return await self._exchange(request, source, path.removeprefix("/v1"), body, call)
@@ -99,6 +102,8 @@ class Passthrough:
     ) -> web.StreamResponse:
         headers = _onward(request.headers)
         headers.update(source.credentials())
+        if "x-api-key" in request.headers:
+            headers.update(source.credentials("x-api-key"))
         # As it is: nothing of what the agent wrote is decoded or resolved once more on the way.
         url = URL(
             source.base_url + path + (f"?{request.rel_url.raw_query_string}" if request.query_string else ""),
@@ -120,10 +125,10 @@ class Passthrough:
         return response
 
 
-def _arrival(body: bytes) -> Arrival:
+def _arrival(body: bytes, dialect: Dialect) -> Arrival:
     """A request whose content nobody looks at: not even its digest is kept."""
     return Arrival(
-        dialect=Dialect.CHAT_COMPLETIONS,
+        dialect=dialect,
         body=b"",
         body_sha256=hashlib.sha256(body).digest(),
         retry_key="once:" + secrets.token_hex(8),

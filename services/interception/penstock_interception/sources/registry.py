@@ -18,6 +18,7 @@ from penstock_interception.calls import (
     Answerer,
     Call,
     CallerUpstream,
+    Dialect,
     InferenceRef,
     Mode,
     ModelFacts,
@@ -27,6 +28,7 @@ from penstock_interception.calls import (
 )
 from penstock_interception.codecs import CodecCache
 from penstock_interception.completions import Completion
+from penstock_interception.requests import ChatRequest
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
 from penstock_interception.sources.upstream import UpstreamSource
 
@@ -48,15 +50,20 @@ class Sources:
         self,
         codecs: CodecCache,
         http: aiohttp.ClientSession,
+        parse: Callable[[Dialect, bytes], ChatRequest],
         *,
         inference: Mapping[str, Callable[[str], ModelSource]],
         upstreams: Mapping[str, Endpoint],
         tokenizers: Mapping[str, Path],
         caller_endpoints: bool,
     ) -> None:
-        """`inference` makes the source of a configured service for an adapter ("" = the base weights)."""
+        """`parse` reads a call's body again.
+
+        `inference` makes the source of a configured service for an adapter ("" = the base weights).
+        """
         self._codecs = codecs
         self._http = http
+        self._parse = parse
         self._inference = inference
         self._upstreams = upstreams
         self._tokenizers = tokenizers
@@ -88,14 +95,14 @@ class Sources:
                 endpoint = self._upstreams.get(name)
                 if endpoint is None:
                     raise FailedPrecondition("No upstream of this name.", reason="UPSTREAM_UNKNOWN")
-                return UpstreamSource(self._http, endpoint.base_url, endpoint.api_key, model, shown=name)
+                return UpstreamSource(self._http, self._parse, endpoint.base_url, endpoint.api_key, model, shown=name)
             case CallerUpstream(base_url, model):
                 if not self._caller_endpoints:
                     raise FailedPrecondition(
                         "The operator allows configured upstreams only.", reason="UPSTREAM_NOT_ALLOWED"
                     )
                 check_url(base_url)
-                return UpstreamSource(self._http, base_url, caller_key or None, model, shown=base_url)
+                return UpstreamSource(self._http, self._parse, base_url, caller_key or None, model, shown=base_url)
 
     async def resolve(self, mode: Mode, ref: Source, caller_key: str | None, asked_model: str) -> Resolved:
         """Sees that the source answers, and what it serves; what was seen up to 2 s ago is shared.

@@ -1,12 +1,15 @@
 """An OpenAI-compatible endpoint as a model source.
 
-The agent's own body goes out with its model replaced and without streaming; what comes back is captured as text and
-answered to the agent in its dialect, streamed if it asked so. A key travels only to the address that it was configured
-for (R11): redirects are not followed, and a caller's endpoint gets the caller's key or none.
+The agent's own body goes out with its model replaced and without streaming, written anew where its dialect is another;
+what comes back is captured as text and answered to the agent in its dialect, streamed if it asked so. A key travels
+only to the address that it was configured for (R11): redirects are not followed, and a caller's endpoint gets the
+caller's key or none.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -16,10 +19,12 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_codec.chat import FinishReason, Message, ReasoningPart, Role, TextPart, ToolCallPart, Usage
-from penstock_interception.calls import Answerer, Call, ModelFacts
+from penstock_interception.calls import Answerer, Call, Dialect, ModelFacts
 from penstock_interception.completions import Completion, Tokens
 from penstock_interception.graph.model import IntArray, LogprobsMode
+from penstock_interception.requests import ChatRequest
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
+from penstock_interception.sources.chat_writer import chat_body
 
 _log = structlog.get_logger(__name__)
 
@@ -44,17 +49,28 @@ class UpstreamSource(ModelSource):
     answerer = Answerer.UPSTREAM
 
     def __init__(
-        self, http: aiohttp.ClientSession, base_url: str, api_key: str | None, model: str, *, shown: str
+        self,
+        http: aiohttp.ClientSession,
+        parse: Callable[[Dialect, bytes], ChatRequest],
+        base_url: str,
+        api_key: str | None,
+        model: str,
+        *,
+        shown: str,
     ) -> None:
         self._http = http
+        self._parse = parse
         self._shown = shown
         self.base_url = base_url.rstrip("/")
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
+        self._headers = self.credentials()
         self._model = model
 
-    def credentials(self) -> dict[str, str]:
-        """The headers that carry the endpoint's key; for this endpoint only (R11)."""
-        return dict(self._headers)
+    def credentials(self, header: str = "authorization") -> dict[str, str]:
+        """The header that carries the endpoint's key, a bearer token or the bare key; for this endpoint only (R11)."""
+        if not self._api_key:
+            return {}
+        return {header: f"Bearer {self._api_key}" if header == "authorization" else self._api_key}
 
     async def resolve(self, asked_model: str) -> Resolved:
         """Any answer of the endpoint at all means that it can be reached."""
@@ -84,9 +100,7 @@ class UpstreamSource(ModelSource):
 
     async def complete(self, call: Call) -> Completion:
         """One completion of the agent's body."""
-        body: dict[str, Any] = orjson.loads(call.arrival.body)
-        for name in _DROPPED:
-            body.pop(name, None)
+        body = await self._body(call)
         if self._model:
             body["model"] = self._model
         body.update(_asked(call, body))
@@ -112,6 +126,16 @@ class UpstreamSource(ModelSource):
         if len(data) > MAX_ANSWER_BYTES:
             raise SourceError("UPSTREAM_ANSWER_TOO_LARGE", retriable=False)
         return _completion(data)
+
+    async def _body(self, call: Call) -> dict[str, Any]:
+        arrival = call.arrival
+        if arrival.dialect is not Dialect.CHAT_COMPLETIONS:
+            written = await asyncio.to_thread(lambda: chat_body(self._parse(arrival.dialect, arrival.body)))
+            return {"model": arrival.model_requested, **written}
+        body: dict[str, Any] = orjson.loads(arrival.body)
+        for name in _DROPPED:
+            body.pop(name, None)
+        return body
 
 
 def _asked(call: Call, body: dict[str, Any]) -> dict[str, Any]:

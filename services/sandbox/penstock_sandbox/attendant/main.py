@@ -43,9 +43,13 @@ def main(arguments: Optional[List[str]] = None) -> int:
         command.add_argument("--socket", required=True, help="the daemon's socket, in a directory of its user's own")
     for command in (attach, put):
         command.add_argument("--armour", action="store_true", help="lines of base64 instead of bytes")
+    attach.add_argument("--aside", action="store_true", help="as root: carry as a user that is nobody else's")
+    attach.add_argument("--last", default="", help="with --then: said on standard error when the carrying has ended")
+    attach.add_argument("--then", default="", help="carry in a child, and then become this program")
     attach.add_argument("--output-only", action="store_true", help="only hear: the other half is put")
     serve.add_argument("--user", type=_ids, help="UID:GID of the workload, as the sandbox numbers them")
     serve.add_argument("--enter", type=int, help="enter this process's namespaces first, and end with it")
+    serve.add_argument("--expect", default="", help="the program that this process must be running, else enter nothing")
     serve.add_argument("--cgroup", action="append", default=[], help="a cgroup.procs file that the workload joins")
     serve.add_argument("--seccomp", help="a file with a filter (BPF) for the workload's system calls")
     serve.add_argument("--confine", action="store_true", help="the workload may gain no privilege (implied by --enter)")
@@ -228,9 +232,13 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
     if given.enter is not None:
         confined = True
         life = system.Life(given.enter)
+        if given.expect:
+            _check_program(given.enter, given.expect)
         if root and given.user is not None:
             outer = tuple(system.outside(given.enter, kind, number) for kind, number in zip(("uid", "gid"), given.user))
         namespace = system.enter(given.enter, root)
+        if root and outer is not None and outer[0] == 0:
+            system.step_aside()
     if not root:
         # It entered its own sandbox, where it has one user and, until here, every capability.
         ids = outer = None
@@ -238,6 +246,15 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
             system.drop_bounding_set()
             system.shed_privileges()
     return system.Workload(ids, outer if root else None, namespace, groups, confined, seccomp, null, life, oom_counter)
+
+
+def _check_program(pid: int, expected: str) -> None:
+    """Whoever enters the namespaces of another program than the sandbox's would run the workload outside of it."""
+    with open("/proc/%d/cmdline" % pid, "rb") as file:
+        found = file.read(_READ)
+    if found != os.fsencode(expected) + b"\0":
+        what = "process %d is not the sandbox's first one: its runtime keeps its processes elsewhere" % pid
+        raise OSError(errno.ESRCH, what)
 
 
 def _has_terminals() -> bool:
@@ -277,6 +294,18 @@ def _attach(given: argparse.Namespace) -> int:
 
     system.set_name("attach")
     sock = _connect(given.socket, connections.OUTPUT if given.output_only else connections.ATTACH)
+    if given.aside:
+        os.setgroups([])
+        os.setresgid(system.ASIDE, system.ASIDE, system.ASIDE)
+        os.setresuid(system.ASIDE, system.ASIDE, system.ASIDE)
+    if given.then:
+        carrier = os.fork()
+        if carrier != 0:
+            sock.close()
+            os.waitpid(carrier, 0)
+            sys.stderr.write(given.last + "\n")
+            sys.stderr.flush()
+            os.execv(given.then, [given.then])
     if given.output_only:
         threading.Thread(target=_leave_with_reader, daemon=True).start()
     else:

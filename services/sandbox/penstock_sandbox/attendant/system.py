@@ -36,11 +36,16 @@ _PR_SET_NAME = 15
 _PR_SET_SECCOMP = 22
 _PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_SECUREBITS = 28
 _PR_SET_NO_NEW_PRIVS = 38
+_SECBIT_NO_SETUID_FIXUP = 1 << 2
 _SECCOMP_MODE_FILTER = 2
 _PF_EXITING = 0x4
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 _SYS_PIDFD_OPEN = 434  # the same on every architecture
+
+ASIDE = 65533
+"""The user and group of what serves a workload that is root: nobody else's, so that no right of root's reaches it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -151,6 +156,24 @@ def drop_bounding_set() -> None:
             return
 
 
+def step_aside() -> None:
+    """Let a root become another user and keep its capabilities, whatever user it acts as later."""
+    _prctl(_PR_SET_SECUREBITS, _SECBIT_NO_SETUID_FIXUP, "PR_SET_SECUREBITS")
+    os.setresgid(ASIDE, ASIDE, ASIDE)
+    os.setresuid(ASIDE, ASIDE, ASIDE)
+
+
+def _set_effective(wanted: bool) -> None:
+    """Put the caller's capabilities to effect, or none of them."""
+    header = ctypes.create_string_buffer(struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0), 8)
+    held = ctypes.create_string_buffer(24)
+    _checked(_libc.capget(header, held), "capget")
+    sets = list(struct.unpack("=6I", held.raw))
+    for word in (0, 3):
+        sets[word] = sets[word + 1] if wanted else 0
+    _checked(_libc.capset(header, ctypes.create_string_buffer(struct.pack("=6I", *sets), 24)), "capset")
+
+
 def shed_privileges(seccomp: bytes = b"") -> None:
     """Give up every capability, the right to gain any, and the calls that ``seccomp`` refuses (empty: none)."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
@@ -194,7 +217,8 @@ class Workload:
     """Who the sandbox's programs run as, and what each of them gives up before it starts.
 
     ``ids`` are the user and group inside (None: the attendant's own), ``outer`` the same two as the attendant sees
-    them; ``namespace`` is a user namespace to enter, ``groups`` the ``cgroup.procs`` descriptors to join.
+    them; ``namespace`` is a user namespace to enter, ``groups`` the ``cgroup.procs`` descriptors to join. The attendant
+    is root when it makes this, or ``ASIDE`` where the workload is root itself, or the workload's own user.
     """
 
     def __init__(
@@ -211,6 +235,7 @@ class Workload:
     ) -> None:
         self.ids = ids
         self._outer = outer
+        self._own = (os.geteuid(), os.getegid())
         self._namespace = namespace
         self._groups = groups
         self._confined = confined
@@ -232,11 +257,15 @@ class Workload:
         uid, gid = self._outer
         os.setegid(gid)
         os.seteuid(uid)
+        if uid == 0:
+            _set_effective(False)  # which the kernel does for every other user
         try:
             yield
         finally:
-            os.seteuid(0)
-            os.setegid(0)
+            if uid == 0:
+                _set_effective(True)
+            os.seteuid(self._own[0])
+            os.setegid(self._own[1])
 
     @property
     def separate(self) -> bool:

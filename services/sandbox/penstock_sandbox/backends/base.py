@@ -237,6 +237,10 @@ class Backend(abc.ABC):
     unavailable_reason: str = "not opened yet"
     creates_at_once: int = 16
     """Most ``create`` calls in progress at once; more wait (R51)."""
+    layers_outlive: bool = False
+    """Whether sealed layers are there after this service's end; then ``adopt_layers`` is implemented."""
+    host_programs: bool = True
+    """Whether its sandboxes see this machine's own programs, so that a toolbox's runtime among those need not come."""
 
     @property
     def available(self) -> bool:
@@ -252,7 +256,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     async def aclose(self) -> None:
-        """End every sandbox and release everything."""
+        """End every sandbox and release everything; layers that outlive the service stay unless they were removed."""
 
     @abc.abstractmethod
     async def create(
@@ -295,6 +299,16 @@ class Backend(abc.ABC):
         may be there or in the making by then, and their layers, are spared. Default: nothing, for a backend whose
         ``open`` has done it.
         """
+
+    async def adopt_layers(self, known: Sequence[str]) -> frozenset[str]:
+        """Take over those layers of earlier instances of this service that the journal names and that are still there.
+
+        Answers which; every other one that carries this service's label is removed sooner or later, those of
+        this instance spared. Called once after ``open``, with ``known`` possibly empty, and again with a growing delay
+        while it raises, except for FailedPrecondition: nothing can be said in this run, and the journal keeps its rows.
+        Until it has returned no layer of an earlier instance may be removed. Where ``layers_outlive`` is set.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     async def has_layer(self, layer_id: str) -> bool:

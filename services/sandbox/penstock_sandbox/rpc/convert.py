@@ -171,6 +171,7 @@ _FORKS = {
     ForkKind.REPLAY: sandbox_pb2.FORK_KIND_REPLAY,
     ForkKind.FILESYSTEM: sandbox_pb2.FORK_KIND_FILESYSTEM,
     ForkKind.MEMORY: sandbox_pb2.FORK_KIND_MEMORY,
+    ForkKind.ARCHIVE: sandbox_pb2.FORK_KIND_ARCHIVE,
 }
 
 
@@ -205,6 +206,7 @@ def capabilities_to(can: Capabilities) -> sandbox_pb2.Capabilities:
         toolboxes=can.toolboxes,
         kill_tree=can.kill_tree,
         live_fork=can.live_fork,
+        open_egress=can.open_egress,
     )
 
 

@@ -59,7 +59,6 @@ class Door:
             "start": self._start,
             "signal": self._signal,
             "kill": self._kill,
-            "forget": self._forget,
             "listen": self._listen,
             "job": self._job,
         }
@@ -157,6 +156,8 @@ class Door:
 
     def _start(self, request: wire.Message, descriptors: list[int]) -> Reply:
         environment: dict[str, str] = request["env"]
+        for ended in request["forget"]:
+            os.close(self._tags.pop(ended))
         try:
             os.chdir(request["cwd"])
         except OSError as error:
@@ -256,12 +257,6 @@ class Door:
                 os.close(process)
         return found
 
-    def _forget(self, request: wire.Message, _: list[int]) -> Reply:
-        descriptor = self._tags.pop(request["pid"], None)
-        if descriptor is not None:
-            os.close(descriptor)
-        return {}, []
-
     def _listen(self, request: wire.Message, _: list[int]) -> Reply:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -333,14 +328,12 @@ def _find(program: str, path: str) -> str:
     raise files.Refused(errno.ENOENT, f"{program}: not found in PATH")
 
 
-def enter(
-    sandbox: int, first_pid: int, channel: socket.socket, uid: int | None, groups: list[str], calls: bytes | None
-) -> None:
+def enter(sandbox: int, first_pid: int, channel: socket.socket, uid: int | None, calls: bytes | None) -> None:
     """Become the door: never returns.
 
     ``sandbox`` is a pidfd of the sandbox's first process, whose id on the host is ``first_pid``; ``uid`` is the host
-    user to become (None: stay), ``groups`` are the ``cgroup.procs`` files to join first, ``calls`` is the filter for
-    system calls (None: there is none for this machine).
+    user to become (None: stay), ``calls`` is the filter for system calls (None: there is none for this machine). The
+    spawner puts it into the sandbox's control groups meanwhile.
     """
     code = 71
     try:
@@ -348,9 +341,6 @@ def enter(
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         oom_score = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         host_proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for group in groups:
-            with open(group, "w", encoding="utf-8") as file:
-                file.write("0")
         if uid is not None:
             os.setgroups([])
             os.setresgid(uid, uid, uid)

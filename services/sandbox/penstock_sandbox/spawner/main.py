@@ -211,35 +211,48 @@ class Spawner:
 
     def _open_door(self, sandbox: _Sandbox) -> None:
         """The first process answered, so the root is complete: enter the sandbox and report it ready."""
+        seq = sandbox.seq
+        assert seq is not None
+        try:
+            self._enter(sandbox)
+        except ProcessLookupError:
+            return  # it ended meanwhile: whoever waits is told when it is reaped
+        except OSError as error:
+            self._refuse(seq, error.errno or errno.EIO, str(error))
+            sandbox.seq = None
+            self._kill(sandbox)
+            return
+        wire.send(
+            self._channel, {"seq": seq, "pid": sandbox.first_pid, "door": sandbox.door_pid, "bwrap": sandbox.bwrap}
+        )
+        sandbox.seq = None
+
+    def _enter(self, sandbox: _Sandbox) -> None:
         while b"}" not in sandbox.info_text:
             # Written before the first process ran, so it is all there; the poll just did not reach it yet.
             sandbox.info_text += os.read(sandbox.info, 4096)
         _, _, rest = sandbox.info_text.partition(b'"child-pid":')
         sandbox.first_pid = int(rest.split(b",")[0].split(b"\n")[0].split(b"}")[0])
         sandbox.pidfd = os.pidfd_open(sandbox.first_pid)
-        # Nothing of an agent's runs yet: whatever it will start inherits these, from the first process or the door.
-        for group in sandbox.groups:
-            with open(group, "w", encoding="utf-8") as file:
-                file.write(str(sandbox.first_pid))
         channel = sandbox.door_channel
-        assert channel is not None and sandbox.seq is not None
+        assert channel is not None
         pid = os.fork()
         if pid == 0:
-            signal.set_wakeup_fd(-1)
-            _close_others({0, 1, 2, channel, sandbox.pidfd})
-            door.enter(
-                sandbox.pidfd,
-                sandbox.first_pid,
-                socket.socket(fileno=channel),
-                sandbox.uid,
-                sandbox.groups,
-                self._calls,
-            )
+            try:
+                signal.set_wakeup_fd(-1)
+                _close_others({0, 1, 2, channel, sandbox.pidfd})
+                door.enter(sandbox.pidfd, sandbox.first_pid, socket.socket(fileno=channel), sandbox.uid, self._calls)
+            finally:
+                os._exit(71)
         os.close(channel)
         sandbox.door_channel = None
         sandbox.door_pid = pid
-        wire.send(self._channel, {"seq": sandbox.seq, "pid": sandbox.first_pid, "door": pid, "bwrap": sandbox.bwrap})
-        sandbox.seq = None
+        # While the door finds its way in: the kernel may take its time to let processes change groups. Nothing of an
+        # agent's runs yet; whatever it will start inherits these, from the first process or the door.
+        for group in sandbox.groups:
+            for member in (sandbox.first_pid, pid):
+                with open(group, "w", encoding="utf-8") as file:
+                    file.write(str(member))
 
     def _destroy(self, request: wire.Message) -> None:
         sandbox = self._sandboxes.get(request["id"])
@@ -338,13 +351,12 @@ class Spawner:
 
 
 def _close_others(kept: set[int]) -> None:
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) not in kept:
-            try:
-                os.close(int(name))
-            except OSError as error:
-                if error.errno != errno.EBADF:  # the listing's own descriptor
-                    raise
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    low = 0
+    for number in (*sorted(kept), highest + 1):
+        if low < number:  # an empty range would mean all there are
+            os.closerange(low, number)
+        low = number + 1
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -25,6 +25,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from penstock.cli.console import FAILED, OK, out
+from penstock.cli.doctor_backends import look_at_backends
+from penstock.cli.findings import Finding
 from penstock.client.endpoints import SERVICES, state_dir
 
 _TIMEOUT_S: Final = 10.0
@@ -35,20 +37,9 @@ _MIN_NODE: Final = 20
 _DISK_BYTES: Final = 3 * 1024**3
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at. `required` = without it the local backend cannot work."""
-
-    name: str
-    ok: bool
-    required: bool
-    found: str
-    advice: str = ""
-
-
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False) -> None:
     """Say what this machine can do and what to install for the rest."""
-    findings = [look() for look in CHECKS]
+    findings = [*(look() for look in CHECKS), *look_at_backends()]
     works = all(finding.ok for finding in findings if finding.required)
     if as_json:
         report = {"local_backend": works, "findings": [asdict(finding) for finding in findings]}
@@ -140,15 +131,6 @@ def _cgroups() -> Finding:
     return Finding("cgroups", not missing, False, found, advice)
 
 
-def _docker() -> Finding:
-    if shutil.which("docker") is None:
-        return Finding("docker", False, False, "not installed", "only the docker backend needs it")
-    done = _run(["docker", "version", "--format", "{{.Server.Version}}"])
-    if done is not None and done.returncode == 0:
-        return Finding("docker", True, False, f"server {done.stdout.strip()}")
-    return Finding("docker", False, False, "installed, but its server cannot be reached", "start it, or join its group")
-
-
 def _node() -> Finding:
     done = _run(["node", "--version"]) if shutil.which("node") else None
     version = done.stdout.strip() if done is not None and done.returncode == 0 else ""
@@ -188,10 +170,10 @@ def _disk() -> Finding:
 
 
 CHECKS: Final[tuple[Callable[[], Finding], ...]] = (
-    _python, _services, _kernel, _user_namespaces, _bubblewrap, _sandbox, _overlay, _cgroups, _docker, _node, _npm,
+    _python, _services, _kernel, _user_namespaces, _bubblewrap, _sandbox, _overlay, _cgroups, _node, _npm,
     _gpu, _disk,
 )  # fmt: skip
-"""What is looked at, in order."""
+"""What is looked at on this machine, in order; these fork, so they come before anything that starts threads."""
 
 
 def find_bubblewrap() -> tuple[Path, str] | None:

@@ -6,7 +6,7 @@ request id. The delay grows with jitter; a service's RetryInfo is obeyed.
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Q = TypeVar("Q")
 A = TypeVar("A")
+T = TypeVar("T")
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 """Largest message either way, as the services have it."""
@@ -130,11 +131,19 @@ class Service:
 
     async def collect(self, method: "UnaryStream[Q, A]", request: Q, *, timeout: float | None = None) -> list[A]:
         """All messages of a short server stream; repeated as a read when the service is not there."""
+
+        async def attempt() -> list[A]:
+            async with aclosing(self.stream(method, request, timeout=timeout)) as messages:
+                return [message async for message in messages]
+
+        return await self.repeat(attempt)
+
+    async def repeat(self, read: Callable[[], Awaitable[T]]) -> T:
+        """What `read` gives; done again, from its beginning, when the service is not there."""
         backoff = Backoff()
         for attempt in range(_ATTEMPTS):
             try:
-                async with aclosing(self.stream(method, request, timeout=timeout)) as messages:
-                    return [message async for message in messages]
+                return await read()
             except Unavailable as error:
                 if attempt + 1 == _ATTEMPTS:
                     raise

@@ -1,10 +1,12 @@
 """Sandboxes by themselves: made, used, deleted; without agents or models."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from hashlib import sha256
 from types import TracebackType
 from typing import Final, Self
@@ -120,13 +122,19 @@ class SandboxHandle:
             NotFound: `FILE_NOT_FOUND`.
             DataLoss: it did not arrive as it was sent.
         """
+        return await self._data.repeat(partial(self._read, path))
+
+    async def _read(self, path: str) -> bytes:
         request = file_service_pb2.ReadFileRequest(sandbox_id=self.sandbox_id, path=path)
         content = bytearray()
-        digest = b""
-        for message in await self._data.collect(self._files.ReadFile, request):
-            content += message.chunk
-            digest = message.sha256 or digest
-        if sha256(content).digest() != digest:
+        found, announced = sha256(), b""
+        async with aclosing(self._data.stream(self._files.ReadFile, request)) as messages:
+            async for message in messages:
+                content += message.chunk
+                announced = message.sha256 or announced
+                # Off the loop, and while the next one is on its way.
+                await asyncio.to_thread(found.update, message.chunk)
+        if found.digest() != announced:
             raise DataLoss(f"{path} did not arrive as it was sent", reason="DIGEST_MISMATCH")
         return bytes(content)
 
@@ -139,9 +147,13 @@ class SandboxHandle:
     ) -> AsyncIterator[file_service_pb2.WriteFileRequest]:
         frame = file_service_pb2.WriteFileRequest
         yield frame(start=frame.WriteFileStart(sandbox_id=self.sandbox_id, path=path, mode=mode))
+        digest = sha256()
         for start in range(0, len(content), _CHUNK_BYTES):
-            yield frame(chunk=content[start : start + _CHUNK_BYTES])
-        yield frame(end=frame.WriteFileEnd(sha256=sha256(content).digest()))
+            chunk = content[start : start + _CHUNK_BYTES]
+            yield frame(chunk=chunk)
+            # Off the loop, and while it is on its way.
+            await asyncio.to_thread(digest.update, chunk)
+        yield frame(end=frame.WriteFileEnd(sha256=digest.digest()))
 
     async def files(self, path: str = ".") -> AsyncGenerator[FileInfo, None]:
         """A directory's entries by name."""

@@ -8,6 +8,7 @@ Invariants
   when the backend says that the sandbox is gone, or when the attendant is another one than before: then every waiter
   fails with ``LinkLost`` at once, and ``on_lost`` is called once.
 - Memory is bounded whatever the other end sends: a stream that exceeds its window breaks the rules.
+- While suspended it opens no pipe and counts no silence: what is said waits, and is said over the next pipe.
 - No task outlives ``aclose``.
 """
 
@@ -82,6 +83,7 @@ class Link:
         self._heard_anything = False
         self._malformed = 0
         self._runner: asyncio.Task[None] | None = None
+        self._suspended = False
         self.greeting: Greeting | None = None
         self.lost: str | None = None
         self._ready: asyncio.Future[Greeting] = asyncio.get_running_loop().create_future()
@@ -97,6 +99,20 @@ class Link:
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait([self._runner])
+
+    async def suspend(self) -> None:
+        """Close the pipe and open none until ``resume``: what it leads to will not answer meanwhile."""
+        self._suspended = True
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.wait([self._runner])
+
+    def resume(self) -> None:
+        """Go on after ``suspend`` where it stopped; harmless when it was not suspended, or is lost."""
+        if self._suspended:
+            self._suspended = False
+            if self.lost is None:
+                self._runner = asyncio.create_task(self._run(), name="attendant-link")
 
     def lose(self, reason: str) -> None:
         """The sandbox is gone."""
@@ -239,7 +255,7 @@ class Link:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _is_over(self) -> bool:
-        return self.lost is not None
+        return self.lost is not None or self._suspended
 
     async def _converse(self, pipe: Pipe, limit: asyncio.Timeout) -> None:
         """Use a pipe until it breaks. Raises what broke it."""

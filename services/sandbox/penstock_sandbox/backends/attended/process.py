@@ -1,12 +1,15 @@
 """A process in an attended sandbox: its streams on the link, its end from the attendant.
 
-Invariants: nothing is delivered after ``lost``; the exit is delivered at most once, after what was written before it.
+Invariants: nothing is delivered after ``lost``; the exit is delivered at most once, after what was written before it;
+in a sandbox that is paused, a signal or a kill wakes it for as long as that takes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 from penstock_chassis.errors import Internal
 from penstock_sandbox.attendant import frames
@@ -19,6 +22,10 @@ from penstock_sandbox.model import PtySize
 from penstock_sandbox.model import Stream as Output
 
 _END_OF_TYPING = b"\x04"
+_EXIT_TOLD_S = 5.0
+
+Woken = Callable[[], AbstractAsyncContextManager[bool]]
+"""Has a sandbox awake while inside; answers whether it was paused and is again afterwards."""
 
 
 class AttendedProcess(ProcessHandle):
@@ -30,6 +37,7 @@ class AttendedProcess(ProcessHandle):
         sink: ProcessSink,
         forget: Callable[[int], None],
         oom_kills: Callable[[], int] | None,
+        woken: Woken,
         *,
         stdin: bool,
         pty: bool,
@@ -39,6 +47,8 @@ class AttendedProcess(ProcessHandle):
         self._sink = sink
         self._forget = forget
         self._oom_kills = oom_kills
+        self._woken = woken
+        self._ended = asyncio.Event()
         self._oom_kills_before = oom_kills() if oom_kills is not None else 0
         self._pty = pty
         self._over = False
@@ -71,6 +81,7 @@ class AttendedProcess(ProcessHandle):
 
     def exited(self, ended: Exited) -> None:
         """The attendant told its end."""
+        self._ended.set()
         if self._over:
             return
         oom = ended.oom
@@ -84,6 +95,7 @@ class AttendedProcess(ProcessHandle):
 
     def lose(self) -> None:
         """The sandbox is gone."""
+        self._ended.set()
         if not self._over:
             self._over = True
             self._sink.lost()
@@ -116,15 +128,27 @@ class AttendedProcess(ProcessHandle):
 
     async def signal(self, number: int) -> None:
         try:
-            await self._ask("signal", signal=int(number))
+            async with self._woken():
+                await self._ask("signal", signal=int(number))
         except Refused as refusal:
             raise Internal(f"the signal was not sent: {refusal.what}", reason="SIGNAL_FAILED") from refusal
 
     async def kill(self) -> None:
         try:
-            await self._ask("kill")
+            async with self._woken() as was_paused:
+                await self._ask("kill")
+                if was_paused:
+                    # Nothing is heard once it is paused again.
+                    await self._heard_exit()
         except Refused as refusal:
             raise Internal(f"the process tree was not killed: {refusal.what}", reason="KILL_FAILED") from refusal
+
+    async def _heard_exit(self) -> None:
+        try:
+            async with asyncio.timeout(_EXIT_TOLD_S):
+                await self._ended.wait()
+        except TimeoutError:
+            return  # it is told once the sandbox is resumed
 
     async def aclose(self) -> None:
         self.drop()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.attendant import frames
@@ -145,7 +145,9 @@ class AttendedSandbox(SandboxHandle):
         stdin: bool,
         pty: PtySize | None,
     ) -> ProcessHandle:
-        process = AttendedProcess(self._link, sink, self._forget, self._oom_kills, stdin=stdin, pty=pty is not None)
+        process = AttendedProcess(
+            self._link, sink, self._forget, self._oom_kills, self.woken, stdin=stdin, pty=pty is not None
+        )
         self._processes[process.number] = process
         try:
             await self._link.request(
@@ -167,6 +169,10 @@ class AttendedSandbox(SandboxHandle):
                 raise lost(error) from error
             raise
         return process
+
+    def woken(self) -> AbstractAsyncContextManager[bool]:
+        """Have the attendant answer, where a pause silences it; answers whether one did, and does again afterwards."""
+        return nullcontext(False)
 
     def _forget(self, number: int) -> None:
         self._processes.pop(number, None)
@@ -200,13 +206,19 @@ class AttendedSandbox(SandboxHandle):
     # Network, figures, end ---------------------------------------------------------------------------------------
 
     async def set_network(self, policy: NetworkPolicy) -> None:
-        if policy.kind is NetworkKind.NONE and self._endpoint is not None:
-            endpoint, self._endpoint = self._endpoint, None
-            await endpoint.aclose()
-            try:
+        try:
+            if policy.kind is NetworkKind.NONE and self._endpoint is not None:
+                endpoint, self._endpoint = self._endpoint, None
+                await endpoint.aclose()
                 await self._link.request("unlisten")
-            except LinkLost as error:
-                raise lost(error) from error
+            elif policy.kind is NetworkKind.ONE_ENDPOINT and self._endpoint is None:
+                self._endpoint = Endpoint(self.id, policy)
+                await self._link.request("listen", port=policy.local_port)
+        except LinkLost as error:
+            raise lost(error) from error
+        except Refused as refusal:
+            self._endpoint = None
+            raise file_error(refusal, f"port {policy.local_port}") from refusal
 
     async def stats(self) -> Stats:
         return await self._stats() if self._stats is not None else Stats()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from penstock_sandbox.backends.base import Backend
-from penstock_sandbox.backends.docker.backend import DockerBackend, DockerOptions
+from penstock_sandbox.backends.docker.backend import DockerBackend
+from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.settings import SandboxSettings
 
 
@@ -19,6 +20,8 @@ def docker_backend(settings: SandboxSettings) -> Backend:
             sidecar_image=settings.docker_sidecar_image,
             runtime=settings.docker_runtime,
             read_only=settings.docker_read_only,
+            allow_root=settings.docker_allow_root,
+            prepared_bytes=settings.docker_prepared_bytes,
             pull_timeout_s=settings.image_pull_timeout_s,
             may_pull=settings.default_backend == DockerBackend.name,
             tmp_bytes=settings.tmp_bytes,

@@ -1,7 +1,7 @@
 """What is added to an image so that it can be a sandbox: files as tars, and the account of its user.
 
-Invariants: the user is never root, has an id that nobody else in the image has, and keeps the home that the image gave
-it where the image has it already.
+Invariants: the ordinary user is never root, has an id that nobody else in the image has, and keeps the home that the
+image gave it where the image has it already. Another user is one that the image has, by name or by id, or an id alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from dataclasses import dataclass
 USER = "agent"
 
 _FIRST_UID, _LAST_UID = 1000, 60_000
+# Beyond it are ids that mean "none" to the kernel.
+_LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
     """The user that a sandbox's processes run as."""
 
+    name: str
     uid: int
     gid: int
     home: str
@@ -56,21 +59,48 @@ def packed(files: Iterable[File]) -> bytes:
 
 def account_in(passwd: str, group: str, shell: str) -> tuple[Account, str, str]:
     """The account of the sandbox's user, and both files with it; one that the image has under that name is kept."""
-    accounts = [line.split(":") for line in passwd.splitlines() if line.count(":") >= 6]
+    accounts = _accounts(passwd)
     for fields in accounts:
-        if fields[0] == USER and fields[2].isdigit() and fields[3].isdigit() and int(fields[2]) > 0:
-            home = fields[5] if fields[5].startswith("/") and ":" not in fields[5] else f"/home/{USER}"
-            return Account(int(fields[2]), int(fields[3]), home, shell), passwd, group
+        if fields[0] == USER and _sound(fields) and int(fields[2]) > 0:
+            home = fields[5] if fields[5].startswith("/") else f"/home/{USER}"
+            return Account(USER, int(fields[2]), int(fields[3]), home, shell), passwd, group
     taken = {fields[2] for fields in accounts} | {fields[3] for fields in accounts}
     taken |= {line.split(":")[2] for line in group.splitlines() if line.count(":") >= 2}
     uid = next(number for number in range(_FIRST_UID, _LAST_UID) if str(number) not in taken)
-    account = Account(uid, uid, f"/home/{USER}", shell)
+    account = Account(USER, uid, uid, f"/home/{USER}", shell)
     root = "" if accounts else "root:x:0:0:root:/root:/sbin/nologin\n"
     return (
         account,
         f"{_ended(passwd)}{root}{USER}:x:{uid}:{uid}:{USER}:{account.home}:{shell}\n",
         f"{_ended(group)}{USER}:x:{uid}:\n",
     )
+
+
+def account_named(user: str, passwd: str, shell: str) -> Account | None:
+    """The account of an image's user by its name or id; an id that no user has is one without a name. None: unknown."""
+    by_id = user.isascii() and user.isdigit()
+    if user in ("root", "0"):
+        return Account("root", 0, 0, "/root", shell)
+    for fields in _accounts(passwd):
+        if _sound(fields) and (int(fields[2]) == int(user) if by_id else fields[0] == user):
+            home = fields[5] if fields[5].startswith("/") else "/"
+            return Account(fields[0] or user, int(fields[2]), int(fields[3]), home, shell)
+    if by_id and int(user) <= _LARGEST_ID:
+        return Account(str(int(user)), int(user), int(user), "/tmp", shell)  # noqa: S108 - a path in the sandbox
+    return None
+
+
+def _accounts(passwd: str) -> list[list[str]]:
+    return [line.split(":") for line in passwd.splitlines() if line.count(":") >= 6]
+
+
+def _sound(fields: list[str]) -> bool:
+    """Whether an account can be used: its ids are numbers, and its name and home are text."""
+    try:
+        f"{fields[0]}{fields[5]}".encode()
+    except UnicodeEncodeError:
+        return False
+    return all(field.isascii() and field.isdigit() and int(field) <= _LARGEST_ID for field in fields[2:4])
 
 
 def _ended(text: str) -> str:

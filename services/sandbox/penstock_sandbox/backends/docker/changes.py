@@ -16,8 +16,8 @@ import tarfile
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from typing import Any
 
-from penstock_sandbox.backends.docker.daemon import Daemon, Json
-from penstock_sandbox.backends.docker.images import OURS
+from penstock_sandbox.backends.docker.daemon import GO_DIRECTORY, Daemon, Json
+from penstock_sandbox.backends.docker.places import OURS
 from penstock_sandbox.backends.local.layers import Collector
 
 _CHUNK = 256 * 1024
@@ -79,12 +79,11 @@ def _copy(
         return
     described, chunks = found
     try:
-        # Go's os.ModeDir.
-        directory = bool(int(described["mode"]) & 1 << 31)
+        directory = bool(int(described["mode"]) & GO_DIRECTORY)
         if only == "no directory" and directory:
             return
         prefix = _parent(path).lstrip("/")
-        with tarfile.open(fileobj=_Source(chunks), mode="r|") as source:
+        with tarfile.open(fileobj=Source(chunks), mode="r|") as source:
             for member in source:
                 known = _known(member, prefix)
                 if known is not None:
@@ -112,7 +111,7 @@ def _known(member: tarfile.TarInfo, prefix: str) -> tarfile.TarInfo | None:
     return made
 
 
-class _Source(io.RawIOBase):
+class Source(io.RawIOBase):
     """A read-only file over chunks."""
 
     def __init__(self, chunks: Any) -> None:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from penstock_sandbox.backends.docker import hold
-from penstock_sandbox.backends.docker.additions import Account
+from penstock_sandbox.backends.docker.additions import USER, Account
 from penstock_sandbox.backends.docker.daemon import Json
-from penstock_sandbox.backends.docker.images import WORKDIR
+from penstock_sandbox.backends.docker.places import WORKDIR
 from penstock_sandbox.model import NetworkKind, Resources
 
 NOBODY: Final = "65534:65534"
@@ -67,7 +67,8 @@ def sandbox(
         "/sys": "ro,noexec,nosuid,nodev,mode=555,size=4096",
     }
     if read_only:
-        for folder in (account.home, WORKDIR):
+        # Another user's home is where the image has it, which may be anywhere.
+        for folder in (WORKDIR, *([account.home] if account.name == USER else [])):
             tmpfs[folder] = (
                 f"rw,exec,nosuid,nodev,mode=755,uid={account.uid},gid={account.gid},size="
                 f"{resources.disk_bytes or tmp_bytes}"

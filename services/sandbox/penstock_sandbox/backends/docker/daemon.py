@@ -25,6 +25,9 @@ _ARCHIVE_CHUNK = 256 * 1024
 # Oldest API with all that is used here: Docker 20.10.
 _API_VERSION = "1.41"
 
+GO_DIRECTORY = 1 << 31
+"""Go's os.ModeDir, in what the daemon says of a path."""
+
 Json = dict[str, Any]
 T = TypeVar("T")
 
@@ -219,6 +222,17 @@ class Daemon:
         except self._errors.NotFound:
             return None
         return described, chunks
+
+    async def has(self, container: str, path: str) -> bool:
+        """Whether there is something at a path."""
+
+        def work() -> bool:
+            found = self.fetch_stream(container, path)
+            if found is not None:
+                found[1].close()
+            return found is not None
+
+        return await self._call(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run a caller's own work with the SDK in a thread of the pool, with the same errors."""

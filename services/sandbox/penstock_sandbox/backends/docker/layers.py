@@ -11,10 +11,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock_sandbox.backends.docker.images import ReadyImage
+from penstock_sandbox.backends.docker.prepared import ReadyImage
 from penstock_sandbox.backends.docker.reaper import Reaper
 
 REPOSITORY = "penstock-snapshot"
+
+
+def name_of(layer_id: str) -> str:
+    """The image that a layer is."""
+    return f"{REPOSITORY}:{layer_id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class _Layer:
 
 
 class Layers:
-    """The layers of one run."""
+    """The layers of one run, and those of earlier ones that it took over."""
 
     def __init__(self, reaper: Reaper) -> None:
         self._reaper = reaper
@@ -67,15 +72,11 @@ class Layers:
         layer = self._layers.pop(layer_id)
         self._removed.discard(layer_id)
         del self._users[layer_id]
-        task = asyncio.create_task(self._reaper.image(f"{REPOSITORY}:{layer_id}"), name=f"drop-{layer_id}")
+        task = asyncio.create_task(self._reaper.image(name_of(layer_id)), name=f"drop-{layer_id}")
         self._dropping.add(task)
         task.add_done_callback(self._dropping.discard)
         self.release(layer.below)
 
     async def aclose(self) -> None:
-        """Remove all of them: no sandbox is left."""
-        # The newest first: one may stand on another.
-        for layer_id in reversed(self._layers):
-            await self._reaper.image(f"{REPOSITORY}:{layer_id}")
-        self._layers.clear()
+        """Wait for what is being removed."""
         await asyncio.gather(*self._dropping, return_exceptions=True)

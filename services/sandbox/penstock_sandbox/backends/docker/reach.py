@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import os
 import shlex
 import shutil
@@ -32,8 +33,10 @@ from penstock_sandbox.backends.attended import launch
 from penstock_sandbox.backends.attended.pipe import Opener, Pipe, SandboxGone, unix_socket
 from penstock_sandbox.backends.docker import cgroups, confinement, container, hold
 from penstock_sandbox.backends.docker.daemon import Daemon, Missing, Refused
-from penstock_sandbox.backends.docker.images import OURS, Images, ReadyImage
+from penstock_sandbox.backends.docker.images import Images
 from penstock_sandbox.backends.docker.nursery import Nursery
+from penstock_sandbox.backends.docker.places import OURS
+from penstock_sandbox.backends.docker.prepared import ReadyImage
 from penstock_sandbox.backends.docker.reaper import SANDBOX, Owner, Reaper
 from penstock_sandbox.backends.docker.wire import CommandPipes, Wire
 from penstock_sandbox.backends.local.cgroups import Group
@@ -42,11 +45,12 @@ from penstock_sandbox.model import Resources, Stats
 _LONGEST_SOCKET = 100
 _EXECUTED_TRIES = 2000
 _EXECUTED_PAUSE_S = 0.005
+_LAST_WORDS_S = 1.0
 _PROGRAM = f"{OURS}/attendant"
 _FILTER = f"{OURS}/filter"
 _SOCKET = "/run/attendant/socket"
 _ENDED = "the-first-pipe-has-ended"
-_ATTACH = ("python3", _PROGRAM, "attach", "--socket", _SOCKET)
+_ATTACH = ("python3", _PROGRAM, "attach", "--socket", _SOCKET, "--aside")
 
 SIDECAR_SUFFIX = "-sidecar"
 
@@ -64,7 +68,6 @@ class Started:
     id: str
     pid: int
     image: ReadyImage
-    workdir: str
     resources: Resources
     writable: bool
 
@@ -80,6 +83,10 @@ class Reached(abc.ABC):
     opener: Opener
     oom_kills: Callable[[], int] | None = None
     """Counts the kernel's kills for memory, where this service can; else the attendant does."""
+
+    async def said(self) -> str:
+        """Why the way in failed, where it left word."""
+        return ""
 
     @abc.abstractmethod
     async def stats(self) -> Stats:
@@ -190,7 +197,9 @@ async def _holds(pid: int) -> None:
         if Path(f"/proc/{pid}/cmdline").read_bytes() == hold.PATH.encode() + b"\0":
             return
         await asyncio.sleep(_EXECUTED_PAUSE_S)
-    raise ProcessLookupError(f"process {pid} is not the container's")
+    raise ProcessLookupError(
+        f"process {pid} is not the container's first one: its runtime keeps its processes elsewhere"
+    )
 
 
 # Sidecar -------------------------------------------------------------------------------------------------------------
@@ -211,25 +220,28 @@ class Sidecar(Reach):
         self._image = ""
 
     async def open(self) -> None:
-        base = await self._images.ready(self._base)
-        files = {_PROGRAM: program.text().encode(), _FILTER: confinement.program(base.architecture)}
-        self._image = await self._images.with_files(base.name, files)
+        def files(architecture: str) -> dict[str, bytes]:
+            return {_PROGRAM: program.text().encode(), _FILTER: confinement.program(architecture)}
+
+        self._image = await self._images.equipped(self._base, files)
 
     async def aclose(self) -> None:
         return
 
     async def reach(self, started: Started) -> Reached:
         name = started.name + SIDECAR_SUFFIX
-        # Through the container's first process: the sidecar has a root of its own.
-        opened = f"chmod {ROOT_MODE:o} /proc/1/root/. && " if started.writable else ""
         serve = (
-            f"{opened}python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --user {started.user} --seccomp {_FILTER}"
+            f"python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --expect {hold.PATH} --user {started.user}"
+            f" --seccomp {_FILTER}"
         )
-        serve += f" --home {started.image.account.home} --workdir {started.workdir}"
-        # The first process is the link's first pipe, which spares a command; then it says so, since the daemon keeps
-        # these pipes open for as long as it lives, and it keeps the container alive. No text of a caller's is in here.
-        attach = shlex.join(_ATTACH)
-        argv = ["/bin/sh", "-c", f"{serve} && {{ {attach}; echo {_ENDED} >&2; exec {hold.PATH}; }}"]
+        # Through the container's first process, since the sidecar has a root of its own; and only now, when it is known
+        # to be the container's.
+        serve += f" && chmod {ROOT_MODE:o} /proc/1/root/." if started.writable else ""
+        # The first process carries the link's first pipe, which spares a command; when that ends it says so, since the
+        # daemon keeps these pipes open for as long as it lives, and keeps the container alive. By then it is not root,
+        # and nobody inside reaches it. No text of a caller's or of an image's is in here.
+        carry = shlex.join([*_ATTACH, "--last", _ENDED, "--then", hold.PATH])
+        argv = ["/bin/sh", "-c", f"{serve} && exec {carry}"]
         labels = {**self._owner.labels("sidecar"), SANDBOX: started.sandbox_id}
         settings, host = container.sidecar(self._image, labels, started.id, argv, started.resources)
         reached = _Beside(self._daemon, self._wire, self._reaper, name)
@@ -253,12 +265,13 @@ class _Beside(Reached):
         self._reaper = reaper
         self._name = name
         self._first: _CommandPipe | None = None
+        self._speaks: _CommandPipe | None = None
         self.opener = self._open
 
     async def attach(self) -> None:
         """Take hold of the first process's pipes, before it is started."""
         stack = AsyncExitStack()
-        self._first = _CommandPipe(
+        self._first = self._speaks = _CommandPipe(
             await stack.enter_async_context(self._wire.attached(self._name, _ENDED.encode())), stack
         )
 
@@ -281,6 +294,9 @@ class _Beside(Reached):
         except BaseException:
             await stack.aclose()
             raise
+
+    async def said(self) -> str:
+        return await self._speaks.said() if self._speaks is not None else ""
 
     async def stats(self) -> Stats:
         return _figures(await self._daemon.stats(self._name))
@@ -311,6 +327,14 @@ class _CommandPipe:
             raise SandboxGone("ATTENDANT_ENDED")
         if self._pipes.errors:
             raise OSError(self._pipes.errors.decode(errors="replace").strip())
+
+    async def said(self) -> str:
+        """What it wrote to standard error; nobody may be hearing its output any more."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                async for _ in self._pipes.output():
+                    pass
+        return self._pipes.errors.decode(errors="replace").strip()
 
     async def aclose(self) -> None:
         await self._stack.aclose()

@@ -1,7 +1,8 @@
 """The removal of what this backend made with a daemon: now, later if need be, and what an earlier run left.
 
 Purpose: every container, image and volume carries the label of the instance (one state directory, for ever) and of the
-run (one start of the service). What is of this instance and of another run is nobody's, since a start adopts nothing.
+run (one start of the service). What is of this instance and of another run is nobody's, snapshots aside: which of those
+count is told (``snapshots``), and until then all of them do.
 
 Invariants
 - Only what carries this instance's label is ever removed.
@@ -24,6 +25,8 @@ INSTANCE = "penstock.instance"
 RUN = "penstock.run"
 KIND = "penstock.kind"
 SANDBOX = "penstock.sandbox"
+SNAPSHOT = "snapshot"
+"""The kind of an image that is a snapshot."""
 
 _FIRST_RETRY_S = 0.5
 _LAST_RETRY_S = 60.0
@@ -64,6 +67,8 @@ class Reaper:
         self._owner = owner
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(_AT_ONCE)
+        self.snapshots: frozenset[str] | None = None
+        """Names of the images of earlier runs that are snapshots still; None while that is not known."""
 
     async def open(self) -> None:
         """Remove what earlier runs left, and go on looking. Raises Unavailable when the daemon does not answer."""
@@ -115,7 +120,8 @@ class Reaper:
         containers = [one["Id"] for one in await daemon.containers(owner.filter) if owner.abandoned(one)]
         await asyncio.gather(*map(self.container, containers))
         # Images and volumes can go once no container stands on them.
-        images = [one for one in await daemon.images(owner.filter) if owner.abandoned(one)]
+        found = await daemon.images(owner.filter)
+        images = [one for one in found if owner.abandoned(one) and not self._counts(one)]
         # The newest first: one image may stand on another.
         for one in sorted(images, key=lambda image: -int(image.get("Created") or 0)):
             for name in one.get("RepoTags") or [one["Id"]]:
@@ -126,6 +132,12 @@ class Reaper:
         if removed:
             _log.warning("removed what an earlier run left", count=removed)
         return removed
+
+    def _counts(self, image: Json) -> bool:
+        """Whether an image of an earlier run is a snapshot that may be used again."""
+        if (image.get("Labels") or {}).get(KIND) != SNAPSHOT:
+            return False
+        return self.snapshots is None or not self.snapshots.isdisjoint(image.get("RepoTags") or [])
 
     async def _sweep_forever(self) -> None:
         wait_s = _FIRST_SWEEP_S

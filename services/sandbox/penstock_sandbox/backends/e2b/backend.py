@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fnmatch
 import functools
 import secrets
@@ -41,7 +42,7 @@ from penstock_sandbox.backends.e2b.errors import Denied, Gone
 from penstock_sandbox.backends.e2b.layers import Layers
 from penstock_sandbox.backends.e2b.removals import Removals
 from penstock_sandbox.backends.e2b.sandbox import E2BSandbox
-from penstock_sandbox.backends.e2b.trial import leak
+from penstock_sandbox.backends.e2b.trial import holds_processes, leak, pauses
 from penstock_sandbox.backends.refusals import Refused
 from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, NetworkPolicy, SandboxSpec
 
@@ -70,6 +71,8 @@ class E2BBackend(Backend):
     """See the module."""
 
     name = "e2b"
+    layers_outlive = True
+    host_programs = False
 
     def __init__(self, options: E2BOptions) -> None:
         self._options = options
@@ -79,7 +82,6 @@ class E2BBackend(Backend):
         """By our ids; None while it is made."""
         self._layers: Layers | None = None
         self._user = ""
-        self._terminals = False
         self._loops: set[asyncio.Task[None]] = set()
         self._cleanups: set[asyncio.Task[None]] = set()
 
@@ -102,8 +104,7 @@ class E2BBackend(Backend):
         """Remove leftovers and try a sandbox; False when E2B could not be asked, so that asking again may help."""
         try:
             await self._sweep()
-            await self._our_layers.remove_unknown()
-            networks = await self._networks()
+            capabilities = await self._tried()
         except (Unavailable, ResourceExhausted) as error:
             self.unavailable_reason = error.message
         except Denied as denied:
@@ -113,14 +114,7 @@ class E2BBackend(Backend):
             self.unavailable_reason = error.message
             return True
         else:
-            self.capabilities = Capabilities(
-                networks=networks,
-                fork=ForkKind.FILESYSTEM,
-                pty=self._terminals,
-                stdin_stream=True,
-                toolboxes=True,
-                kill_tree=True,
-            )
+            self.capabilities = capabilities
             self.unavailable_reason = ""
             return True
         _log.warning("e2b backend unavailable for now", reason=self.unavailable_reason)
@@ -132,39 +126,85 @@ class E2BBackend(Backend):
             await asyncio.sleep(pause)
             pause = min(2 * pause, _SWEEP_S)
 
-    async def _networks(self) -> frozenset[NetworkKind]:
+    async def _tried(self) -> Capabilities:
         """What a trial shows to hold. Raises FailedPrecondition with the reason when nothing does."""
-        problem = await self._trial(NetworkKind.NONE)
+        problem, found = await self._trial(NetworkKind.NONE)
         if not problem:
             more = {NetworkKind.OPEN} if self._options.allow_open_network else set()
-            return frozenset({NetworkKind.NONE, NetworkKind.ONE_ENDPOINT, *more})
+            networks = frozenset({NetworkKind.NONE, NetworkKind.ONE_ENDPOINT, *more})
+            return dataclasses.replace(found, networks=networks)
         _log.error("e2b keeps no sandbox closed", reason=problem)
-        if self._options.allow_open_network and not await self._trial(NetworkKind.OPEN):
-            return frozenset({NetworkKind.OPEN})
+        if self._options.allow_open_network:
+            still, found = await self._trial(NetworkKind.OPEN)
+            if not still:
+                return dataclasses.replace(found, networks=frozenset({NetworkKind.OPEN}))
         raise FailedPrecondition(problem, reason="BACKEND_UNAVAILABLE")
 
-    async def _trial(self, network: NetworkKind) -> str:
-        """Make a sandbox and look: what is wrong with it, or nothing. Raises Unavailable when it could not be seen."""
+    async def _trial(self, network: NetworkKind) -> tuple[str, Capabilities]:
+        """Make a sandbox and look: what is wrong with it, or nothing, and what can be done with it, networks aside.
+
+        Raises Unavailable when it could not be seen.
+        """
         trial_id = f"trial-{secrets.token_hex(8)}"
         self._live[trial_id] = None
-        spec = SandboxSpec(network=NetworkPolicy(network), lease_s=_TRIAL_S)
         try:
-            sandbox = await self._make(trial_id, spec, (), lambda _: None)
+            sandbox = await self._make(trial_id, _trial_spec(network), (), lambda _: None)
             self._user = sandbox.user
-            self._terminals = sandbox.terminals
             if not sandbox.protected:
                 _log.warning("the template's user is root: what runs in its sandboxes can end what serves them")
-            if network is NetworkKind.OPEN:
-                return ""
-            if not await self._our_cloud.is_closed(sandbox.e2b_id):
-                return "this deployment of E2B does not say that a sandbox is closed when that is asked for"
-            return await leak(sandbox.made)
+            if network is not NetworkKind.OPEN and (problem := await self._open_after_all(sandbox)):
+                return problem, Capabilities()
+            fork, live_fork = await self._tries_forks(sandbox, network)
+            pause = await self._tries_pause(sandbox, network)
+            return "", Capabilities(
+                fork=fork,
+                live_fork=live_fork,
+                pause=pause,
+                pty=sandbox.terminals,
+                stdin_stream=True,
+                toolboxes=True,
+                kill_tree=True,
+            )
         except FailedPrecondition as error:
-            return error.message
+            return error.message, Capabilities()
         except (Gone, Denied) as error:
-            return f"E2B does not say whether a sandbox is closed ({error})"
+            return f"E2B does not say whether a sandbox is closed ({error})", Capabilities()
         finally:
             await self._discard(trial_id)
+
+    async def _open_after_all(self, sandbox: E2BSandbox) -> str:
+        """What is wrong with a network that should be closed, or nothing."""
+        if not await self._our_cloud.is_closed(sandbox.e2b_id):
+            return "this deployment of E2B does not say that a sandbox is closed when that is asked for"
+        return await leak(sandbox.made)
+
+    async def _tries_forks(self, source: E2BSandbox, network: NetworkKind) -> tuple[ForkKind, bool]:
+        """Whether there are snapshots, and whether a live sandbox's hold its files and none of its processes."""
+        layer_id, child_id = f"lf-{source.id}", f"{source.id}-fork"
+        try:
+            await self._our_layers.seal_live(source, layer_id)
+            self._live[child_id] = None
+            spec = dataclasses.replace(_trial_spec(network), snapshot_id=layer_id)
+            child = await self._make(child_id, spec, (), lambda _: None)
+            live_fork = not await holds_processes(child, source)
+        except FailedPrecondition as error:
+            _log.info("this deployment of E2B has no snapshots", reason=error.message)
+            return ForkKind.NONE, False
+        finally:
+            if child_id in self._live:
+                await self._discard(child_id)
+            await self._our_layers.remove(layer_id)
+        if not live_fork:
+            _log.warning("this deployment of E2B copies processes with files: live sandboxes are not forked")
+        return ForkKind.FILESYSTEM, live_fork
+
+    async def _tries_pause(self, sandbox: E2BSandbox, network: NetworkKind) -> bool:
+        problem = await pauses(sandbox)
+        if not problem and network is not NetworkKind.OPEN:
+            problem = await self._open_after_all(sandbox)
+        if problem:
+            _log.info("this deployment of E2B does not pause", reason=problem)
+        return not problem
 
     async def aclose(self) -> None:
         for task in self._loops:
@@ -173,8 +213,6 @@ class E2BBackend(Backend):
         if self._cleanups:
             await asyncio.wait(self._cleanups, timeout=_LAST_CHANCE_S)
         await asyncio.gather(*(live.destroy() for live in list(self._live.values()) if live is not None))
-        if self._layers is not None:
-            await self._layers.aclose()
         await self._removals.aclose(_LAST_CHANCE_S)
 
     # Sandboxes ---------------------------------------------------------------------------------------------------
@@ -238,6 +276,7 @@ class E2BBackend(Backend):
                 workload,
                 spec.network.kind,
                 path,
+                spec.lease_s or 0.0,
                 self._timeout,
                 on_lost,
                 self._release,
@@ -252,6 +291,8 @@ class E2BBackend(Backend):
         except Refused as refusal:
             raise Internal(f"the sandbox could not be made: {refusal.what}", reason="CREATE_FAILED") from refusal
         except Denied as denied:
+            if spec.snapshot_id and denied.status == 404:
+                self._our_layers.forget(spec.snapshot_id)
             raise _not_made(denied, spec, template) from None
         return sandbox
 
@@ -291,6 +332,20 @@ class E2BBackend(Backend):
         assert isinstance(handle, E2BSandbox)
         return await self._our_layers.seal(handle, layer_id)
 
+    async def seal_live(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
+        assert isinstance(handle, E2BSandbox)
+        return await self._our_layers.seal_live(handle, layer_id)
+
+    async def adopt_layers(self, known: Sequence[str]) -> frozenset[str]:
+        if self._layers is None:
+            raise FailedPrecondition(self.unavailable_reason, reason="BACKEND_UNAVAILABLE")
+        try:
+            return await self._layers.adopt(known)
+        except Denied as denied:
+            raise FailedPrecondition(
+                f"E2B refuses to say what snapshots there are (status {denied.status})", reason="BACKEND_UNAVAILABLE"
+            ) from None
+
     async def has_layer(self, layer_id: str) -> bool:
         return layer_id in self._our_layers
 
@@ -301,11 +356,11 @@ class E2BBackend(Backend):
 
     async def _sweep(self) -> None:
         """Remove our sandboxes that nobody here knows, and lose those that E2B does not know any more."""
-        before = [live for live in self._live.values() if live is not None]
+        before = [live for live in self._live.values() if live is not None and live.settled]
         listed = await self._our_cloud.ours()
         there = {one.id for one in listed}
         for sandbox in before:
-            if sandbox.e2b_id not in there:
+            if sandbox.e2b_id not in there and sandbox.settled:
                 sandbox.lose("SANDBOX_VANISHED")
         for one in listed:
             if one.sandbox_id not in self._live:
@@ -317,6 +372,7 @@ class E2BBackend(Backend):
             await asyncio.sleep(_SWEEP_S)
             try:
                 await self._sweep()
+                await self._our_layers.sweep()
             except (PenstockError, Denied) as error:
                 _log.warning("looking for leftovers failed; it will be tried again", why=str(error))
 
@@ -338,6 +394,10 @@ def _start(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) ->
     tasks.add(task)
     task.add_done_callback(tasks.discard)
     return task
+
+
+def _trial_spec(network: NetworkKind) -> SandboxSpec:
+    return SandboxSpec(network=NetworkPolicy(network), lease_s=_TRIAL_S)
 
 
 def _not_made(denied: Denied, spec: SandboxSpec, template: str) -> PenstockError:

@@ -16,7 +16,7 @@ import asyncio
 import importlib.util
 import math
 import random
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -27,7 +27,7 @@ from penstock_sandbox.backends.e2b.errors import Denied, Gone, asked
 from penstock_sandbox.model import NetworkKind
 
 if TYPE_CHECKING:
-    from e2b import AsyncSandbox
+    from e2b import AsyncSandbox, SandboxMetrics, SnapshotMode
 
 INSTANCE: Final = "penstock_instance"
 SANDBOX: Final = "penstock_sandbox"
@@ -102,6 +102,31 @@ class Cloud:
 
         await asked("kill", AsyncSandbox.kill(e2b_id, **self._options))
 
+    async def pause(self, e2b_id: str) -> None:
+        """Save a sandbox's memory and files and stop it; one that is paused is fine. Its deadline stops too.
+
+        Raises what all do; Gone also where the deployment pauses none.
+        """
+        from e2b import AsyncSandbox
+
+        # Strict: one whose guest does not answer would be kept, but could not be resumed as it was.
+        await self._repeated("pause", lambda: AsyncSandbox.pause(e2b_id, mode="full", strict=True, **self._options))
+
+    async def connect(self, e2b_id: str, timeout_s: float) -> AsyncSandbox:
+        """Reach a sandbox, resumed if it was paused; E2B ends it so many seconds from now, or later."""
+        from e2b import AsyncSandbox
+
+        return await self._repeated(
+            "connect", lambda: AsyncSandbox.connect(e2b_id, math.ceil(timeout_s), **self._options)
+        )
+
+    async def metrics(self, e2b_id: str) -> Sequence[SandboxMetrics]:
+        """What E2B measured of a sandbox since it started, oldest first; may be nothing yet."""
+        from e2b import AsyncSandbox
+
+        found = await self._repeated("get_metrics", lambda: AsyncSandbox.get_metrics(e2b_id, **self._options))
+        return sorted(found, key=lambda one: one.timestamp)
+
     async def set_timeout(self, e2b_id: str, timeout_s: float) -> None:
         """Have E2B end the sandbox so many seconds from now."""
         from e2b import AsyncSandbox
@@ -131,12 +156,14 @@ class Cloud:
 
     async def ours(self, sandbox_id: str = "") -> list[Listed]:
         """Every sandbox of this instance, or those made as ``sandbox_id``."""
-        from e2b import AsyncSandbox, SandboxQuery
+        from e2b import AsyncSandbox, SandboxQuery, SandboxState
 
         wanted = {INSTANCE: self._instance, **({SANDBOX: sandbox_id} if sandbox_id else {})}
 
         async def once() -> list[Listed]:
-            pages = AsyncSandbox.list(query=SandboxQuery(metadata=wanted), **self._options)
+            # Said, since the paused ones cost too.
+            query = SandboxQuery(metadata=wanted, state=[SandboxState.RUNNING, SandboxState.PAUSED])
+            pages = AsyncSandbox.list(query=query, **self._options)
             found = []
             while pages.has_next:
                 # Looked at again: a deployment that ignores the filter must not cost somebody else's sandboxes.
@@ -151,11 +178,15 @@ class Cloud:
 
     # Snapshots ---------------------------------------------------------------------------------------------------
 
-    async def create_snapshot(self, e2b_id: str, layer_id: str) -> str:
-        """Keep a sandbox's state under a name of ours; answers E2B's id. Not repeated: each call may make one."""
+    async def create_snapshot(self, e2b_id: str, layer_id: str, *, files_only: bool = False) -> str:
+        """Keep a sandbox's state under a name of ours; answers E2B's id. Not repeated: each call may make one.
+
+        ``files_only`` leaves its memory out: what is made from it starts from disk, without the processes.
+        """
         from e2b import AsyncSandbox
 
-        taking = AsyncSandbox.create_snapshot(e2b_id, name=self._name(layer_id), **self._options)
+        mode: SnapshotMode = "filesystem" if files_only else "full"
+        taking = AsyncSandbox.create_snapshot(e2b_id, name=self._name(layer_id), mode=mode, **self._options)
         return (await asked("create_snapshot", taking)).snapshot_id
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
@@ -164,30 +195,24 @@ class Cloud:
 
         await asked("delete_snapshot", AsyncSandbox.delete_snapshot(snapshot_id, **self._options))
 
-    async def our_snapshots(self, layer_id: str = "") -> list[str]:
-        """E2B's ids of every snapshot of this instance, or of those named for a layer."""
+    async def our_snapshots(self) -> Mapping[str, str]:
+        """Every snapshot of this instance: E2B's id and the layer that it was named for."""
         from e2b import AsyncSandbox
 
-        async def once() -> list[str]:
+        async def once() -> Mapping[str, str]:
             pages = AsyncSandbox.list_snapshots(**self._options)
-            found = []
+            found: dict[str, str] = {}
             while pages.has_next:
-                found += [
-                    snapshot.snapshot_id
-                    for snapshot in await pages.next_items()
-                    if any(self._is_ours(name, layer_id) for name in snapshot.names)
-                ]
+                for snapshot in await pages.next_items():
+                    for name in map(_bare, snapshot.names):
+                        if name.startswith(self._name("")):
+                            found[snapshot.snapshot_id] = name.removeprefix(self._name(""))
             return found
 
         return await self._repeated("list_snapshots", once)
 
     def _name(self, layer_id: str) -> str:
         return f"penstock-{self._instance}-{layer_id}"
-
-    def _is_ours(self, full_name: str, layer_id: str) -> bool:
-        # E2B shows "team/name:tag".
-        name = full_name.rpartition("/")[2].partition(":")[0]
-        return name == self._name(layer_id) if layer_id else name.startswith(self._name(""))
 
     # Repeating ---------------------------------------------------------------------------------------------------
 
@@ -201,6 +226,11 @@ class Cloud:
                     raise
             await asyncio.sleep(_BACKOFF_S * 2**attempt * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
         raise AssertionError("unreachable")
+
+
+def _bare(full_name: str) -> str:
+    # E2B shows "team/name:tag".
+    return full_name.rpartition("/")[2].partition(":")[0]
 
 
 __all__ = ["INSTANCE", "SANDBOX", "Address", "Cloud", "Denied", "Gone", "Listed", "installed"]

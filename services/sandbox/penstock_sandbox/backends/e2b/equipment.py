@@ -12,14 +12,15 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-import tarfile
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.attendant import program
+from penstock_sandbox.backends.attended import ending
+from penstock_sandbox.backends.attended.toolboxes import pack
 from penstock_sandbox.backends.base import MountedToolbox
 from penstock_sandbox.backends.e2b.errors import asked
 
@@ -34,7 +35,6 @@ _ARCHIVE = f"{_FOLDER}/toolboxes.tar.gz"
 _QUICK_S = 60.0
 _UNPACK_S = 600.0
 _UPLOAD_S = 600.0
-_COMPRESSION = 1  # most of it is already dense, and a fast line wants a fast compressor
 # Marked, since a login shell may greet first.
 _WHO = 'printf "\\npenstock:%s:%s:%s:%s\\n" "$(id -u)" "$(id -g)" "$(id -un)" "$HOME"'
 _TOLD = re.compile(r"^penstock:(\d+):(\d+):([^:\n]*):(/.*)$", re.MULTILINE)
@@ -95,45 +95,27 @@ async def end_workload(sandbox: AsyncSandbox, sandbox_id: str) -> int:
 
     Raises FailedPrecondition (SEAL_FAILED), PenstockError, Gone or Denied.
     """
-    text = f"exec python3 -I -S -c {shlex.quote(_END)} {_socket(sandbox_id)}"
-    code, out = await run(sandbox, text, _QUICK_S, user="root")
+    code, out = await run(sandbox, _program(ending.PROGRAM, _socket(sandbox_id)), _QUICK_S, user="root")
     for line in out.splitlines():
         if code == 0 and line.startswith("penstock:"):
             return int(line.removeprefix("penstock:"))
     raise FailedPrecondition(f"the sandbox's processes could not be ended (exit code {code})", reason="SEAL_FAILED")
 
 
-# Only the attendant is killed: each keeper then kills its tree, which none could once the keepers are dead.
-_END = """
-import os, signal, sys, time
+async def serves(sandbox: AsyncSandbox, sandbox_id: str) -> bool:
+    """Whether what served the sandbox of this id runs in this one. Raises PenstockError, Gone or Denied."""
+    code, out = await run(sandbox, _program(ending.LOOK, _socket(sandbox_id)), _QUICK_S, user="root")
+    return code != 0 or "penstock:0" not in out.split()
 
-def serving():
-    found = {}
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open("/proc/%s/cmdline" % name, "rb") as file:
-                arguments = file.read().split(b"\\0")
-            with open("/proc/%s/stat" % name, "rb") as file:
-                state, parent = file.read().rpartition(b")")[2].split()[:2]
-        except OSError:
-            continue
-        if int(name) != os.getpid() and sys.argv[1].encode() in arguments and state != b"Z":
-            found[int(name)] = int(parent)
-    return found
 
-deadline = time.monotonic() + 20
-found = serving()
-for pid, parent in found.items():
-    if parent not in found:
-        os.kill(pid, signal.SIGKILL)
-while serving():
-    if time.monotonic() > deadline:
-        sys.exit(1)
-    time.sleep(0.01)
-os.sync()
-disk = os.statvfs("/")
-print("\\npenstock:%d" % ((disk.f_blocks - disk.f_bfree) * disk.f_frsize))
-"""
+async def used_bytes(sandbox: AsyncSandbox) -> int:
+    """Write all to disk; answers the bytes in use there. Raises PenstockError, Gone or Denied."""
+    _, out = await run(sandbox, _program(ending.SYNC), _QUICK_S, user="root")
+    return next((int(line.removeprefix("penstock:")) for line in out.splitlines() if line.startswith("penstock:")), 0)
+
+
+def _program(text: str, *arguments: str) -> str:
+    return " ".join(["exec python3 -I -S -c", shlex.quote(text), *arguments])
 
 
 async def _upload_toolboxes(sandbox: AsyncSandbox, toolboxes: Sequence[MountedToolbox]) -> None:
@@ -141,23 +123,8 @@ async def _upload_toolboxes(sandbox: AsyncSandbox, toolboxes: Sequence[MountedTo
     if not toolboxes:
         return
     with tempfile.TemporaryFile() as archive:
-        await asyncio.to_thread(_pack, toolboxes, archive)
+        await asyncio.to_thread(pack, toolboxes, archive)
         await asked("upload", sandbox.files.write(_ARCHIVE, archive, user="root", request_timeout=_UPLOAD_S))
-
-
-def _pack(toolboxes: Sequence[MountedToolbox], archive: IO[bytes]) -> None:
-    def as_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
-        member.uid = member.gid = 0
-        member.uname = member.gname = "root"
-        return member
-
-    folders = {toolbox.mount_path: toolbox.source for toolbox in toolboxes}
-    for toolbox in toolboxes:
-        folders |= toolbox.runtimes
-    with tarfile.open(fileobj=archive, mode="w:gz", compresslevel=_COMPRESSION) as tar:
-        for target, source in folders.items():
-            tar.add(source, target.lstrip("/"), filter=as_root)
-    archive.seek(0)
 
 
 async def _upload_program(sandbox: AsyncSandbox) -> None:

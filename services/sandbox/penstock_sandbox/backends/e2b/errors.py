@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import structlog
@@ -20,6 +21,7 @@ from penstock_chassis.errors import (
 )
 
 _RETRY_AFTER_S = 5.0
+_LAST_CHANCE_S = 2.0
 
 T = TypeVar("T")
 
@@ -42,7 +44,8 @@ async def asked(what: str, call: Coroutine[Any, Any, T], undo: Callable[[T], Awa
     """The answer to a call of the SDK. Raises PenstockError, Gone, Denied, or the SDK's CommandExitException.
 
     The SDK may swallow a cancellation that meets its answer, and whoever cancelled would wait for ever: so the call has
-    a task of its own, and what comes of one that was cancelled too late goes to ``undo``.
+    a task of its own, and what comes of one that was cancelled too late goes to ``undo``. Where that is given the call
+    gets a moment to end by itself first: cancelled half way, the SDK leaves errors behind that nobody takes.
     """
     from e2b import CommandExitException
 
@@ -50,6 +53,9 @@ async def asked(what: str, call: Coroutine[Any, Any, T], undo: Callable[[T], Awa
     try:
         await asyncio.wait({task})
     except asyncio.CancelledError:
+        if undo is not None:
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({task}, timeout=_LAST_CHANCE_S)
         task.cancel()
         (late,) = await asyncio.gather(task, return_exceptions=True)
         if undo is not None and not isinstance(late, BaseException):

@@ -1,14 +1,18 @@
-"""A look from inside a sandbox that was made without internet: does anything answer?
+"""Looks at trial sandboxes: what of E2B's promises holds in this deployment, found out by doing.
 
-Purpose: a deployment may take the wish for a closed network and not fulfil it; then no claim is made (R55). The other
-way round nothing is proved: where there is no route at all, nothing answers either.
+Purpose: a deployment may take a wish and not fulfil it; then no claim is made (R55). A network that lets something out
+is open; that nothing answers proves little, where there may be no route at all. A pause is one only when what served
+the sandbox before serves it afterwards, in a network that is still closed; a copy of a live sandbox is one only when
+nothing runs in it that ran there.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from penstock_sandbox.backends.e2b.equipment import run
+from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.backends.e2b.equipment import run, serves
+from penstock_sandbox.backends.e2b.sandbox import E2BSandbox
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox
@@ -32,3 +36,20 @@ async def leak(sandbox: AsyncSandbox) -> str:
     if any(line.strip() not in ("", "0") for line in out.splitlines() if line.strip().isdigit()):
         return "a sandbox that was made without internet reached it"
     return ""
+
+
+async def pauses(sandbox: E2BSandbox) -> str:
+    """Why sandboxes cannot be paused, or nothing: then this one was paused and resumed. Raises Unavailable."""
+    try:
+        await sandbox.pause()
+        await sandbox.resume()
+        # Answered only by what greeted before: another one would be a sandbox that started afresh.
+        await sandbox.stat("/")
+    except FailedPrecondition as error:
+        return error.message
+    return ""
+
+
+async def holds_processes(child: E2BSandbox, source: E2BSandbox) -> bool:
+    """Whether a copy of a live sandbox came with its processes. Raises PenstockError, Gone or Denied."""
+    return await serves(child.made, source.id)

@@ -5,7 +5,7 @@ the attendant that the service opened outwards, and the touches that keep the jo
 
 Invariants
 - A job's network reaches the whole internet and nothing here can change that: no network is offered that says
-  otherwise, and one endpoint only where the operator accepted that the rest is open (R55).
+  otherwise, but where the operator accepted that the rest is open, which the capabilities then tell (R55).
 - There are never more sandboxes than threads to stream from them; more are refused, not queued.
 - A job is ended until it is known to have ended: again and again, with growing pauses, while the service runs; what
   is left then is ended by its successor, by the idle timeout, or by the job's own time limit.
@@ -14,7 +14,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fnmatch
 import os
 import secrets
@@ -25,17 +24,18 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted, Unavailable
 from penstock_sandbox.attendant import program
-from penstock_sandbox.backends.attended.pipe import Pipe, SandboxGone
-from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
 from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.backends.hf import bootstrap, hub
+from penstock_sandbox.backends.hf.archives import Archives
+from penstock_sandbox.backends.hf.carrying import equip
 from penstock_sandbox.backends.hf.classic import ClassicClient
 from penstock_sandbox.backends.hf.client import Client, HfOptions, Remote
 from penstock_sandbox.backends.hf.hub import HubClient
+from penstock_sandbox.backends.hf.sandbox import HfSandbox
 from penstock_sandbox.backends.hf.threads import Threads
 from penstock_sandbox.backends.refusals import Refused
-from penstock_sandbox.model import Capabilities, NetworkKind, SandboxSpec
+from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, SandboxSpec
 from penstock_sandbox.settings import SandboxSettings
 
 NO_TOKEN = "no Hugging Face token: set PENSTOCK_SANDBOX_HF_TOKEN or HF_TOKEN"  # noqa: S105 - says that there is none
@@ -44,8 +44,6 @@ _TOUCHES_PER_IDLE_TIMEOUT = 4
 _FIRST_RETRY_S = 0.5
 _LAST_RETRY_S = 60.0
 _CLOSING_S = 20.0
-# Each beat of a silent sandbox is a request to it.
-_HEARTBEAT_S = 20.0
 
 _log = structlog.get_logger(__name__)
 
@@ -64,6 +62,7 @@ def from_settings(settings: SandboxSettings) -> Backend:
         start_timeout_s=settings.hf_start_timeout_s,
         max_lifetime_s=min(settings.max_lease_s, hub.LIFETIME_S),
         allow_open_egress=settings.hf_allow_open_egress,
+        layer_bytes=settings.snapshot_cache_bytes,
     )
     return HfBackend(options, settings.hf_client, settings.state_dir / "hf", wait=settings.default_backend == "hf")
 
@@ -75,6 +74,7 @@ class HfBackend(Backend):
     """
 
     name = "hf"
+    host_programs = False
 
     def __init__(self, options: HfOptions, sdk: str, state_dir: Path, *, wait: bool = True) -> None:
         self._options = options
@@ -83,7 +83,8 @@ class HfBackend(Backend):
         self._wait = wait
         self._threads: Threads | None = None
         self._client: Client | None = None
-        self._live: dict[str, _Live] = {}
+        self._archives = Archives(state_dir / "archives", options.layer_bytes)
+        self._live: dict[str, HfSandbox] = {}
         self._making = 0
         self._ending: set[asyncio.Task[None]] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -92,6 +93,7 @@ class HfBackend(Backend):
         if not self._options.token:
             self.unavailable_reason = NO_TOKEN
             return
+        await asyncio.to_thread(self._archives.open)
         self._threads = Threads(self._options.max_sandboxes)
         if self._sdk == "hub":
             instance = await asyncio.to_thread(_instance, self._state_dir)
@@ -127,11 +129,17 @@ class HfBackend(Backend):
         left = await client.sweep()
         if left:
             _log.warning("ended jobs that an earlier run of this service left", count=left)
-        networks = {NetworkKind.OPEN}
-        if self._options.allow_open_egress:
-            networks.add(NetworkKind.ONE_ENDPOINT)
+        open_egress = self._options.allow_open_egress
+        more = {NetworkKind.NONE, NetworkKind.ONE_ENDPOINT} if open_egress else set()
         self.capabilities = Capabilities(
-            networks=frozenset(networks), pty=True, stdin_stream=True, root=True, kill_tree=True
+            networks=frozenset({NetworkKind.OPEN, *more}),
+            open_egress=open_egress,
+            fork=ForkKind.ARCHIVE,
+            pty=True,
+            stdin_stream=True,
+            root=True,
+            toolboxes=True,
+            kill_tree=True,
         )
         self._tasks.append(asyncio.create_task(self._touch_all(), name="hf-touch"))
         self.unavailable_reason = ""
@@ -140,7 +148,7 @@ class HfBackend(Backend):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(one.handle.destroy() for one in list(self._live.values())), return_exceptions=True)
+        await asyncio.gather(*(one.destroy() for one in list(self._live.values())), return_exceptions=True)
         if self._ending:
             _, unfinished = await asyncio.wait(self._ending, timeout=_CLOSING_S)
             for task in unfinished:
@@ -148,6 +156,7 @@ class HfBackend(Backend):
                 task.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
         if self._threads is not None:
+            await self._archives.aclose()
             self._threads.close()
 
     # Sandboxes ---------------------------------------------------------------------------------------------------
@@ -186,58 +195,45 @@ class HfBackend(Backend):
         try:
             remote = await self._client.create(sandbox_id, spec.image or self._options.image)
             try:
-                command = await bootstrap.start_attendant(remote, program.text().encode(), as_root=spec.user == "root")
-                handle = self._handle(sandbox_id, remote, command, spec, on_lost)
+                sandbox = await self._furnished(sandbox_id, remote, spec, toolboxes, on_lost)
             except BaseException:
                 await self._end(remote)
                 raise
             # From here on it is known, and destroyed like any other.
-            self._live[sandbox_id] = _Live(handle, remote)
+            self._live[sandbox_id] = sandbox
         finally:
             self._making -= 1
         try:
-            await handle.open(spec.network)
+            await sandbox.open(spec.network)
         except BaseException as error:
-            await handle.destroy()
+            await sandbox.destroy()
             if isinstance(error, LinkLost | Refused):
                 raise Unavailable(
                     f"the attendant did not answer: {error}", reason="CREATE_FAILED", retry_after_s=1.0
                 ) from error
             raise
-        return handle
+        return sandbox
 
-    def _handle(
-        self, sandbox_id: str, remote: Remote, command: list[str], spec: SandboxSpec, on_lost: Callable[[str], None]
-    ) -> AttendedSandbox:
-        as_root = spec.user == "root"
-        attached = False
+    async def _furnished(
+        self,
+        sandbox_id: str,
+        remote: Remote,
+        spec: SandboxSpec,
+        toolboxes: Sequence[MountedToolbox],
+        on_lost: Callable[[str], None],
+    ) -> HfSandbox:
+        place = await bootstrap.prepare(remote, as_root=spec.user == "root")
+        layers = [self._archives.layer(spec.snapshot_id)] if spec.snapshot_id else []
+        async with self._archives.packed(toolboxes) as packed:
+            # Noted before anything is unpacked: what is captured of it then holds what it stands on.
+            await equip(remote, place, [*layers, *packed], noted=spec.to_be_sealed)
+        await bootstrap.start_attendant(remote, place, program.text().encode())
+        path = [folder for toolbox in toolboxes for folder in toolbox.path]
+        return HfSandbox(sandbox_id, remote, place, path, on_lost, self._release)
 
-        async def open_pipe() -> Pipe:
-            nonlocal attached
-            if attached:
-                # The last pipe broke: perhaps of the job's end. When that is not known, trying tells.
-                with contextlib.suppress(Unavailable):
-                    if how := await remote.ended():
-                        _log.warning("a job ended", sandbox=sandbox_id, job=remote.job_id, how=how)
-                        raise SandboxGone("JOB_ENDED")
-            attached = True
-            return await remote.attach(command)
-
-        async def destroy() -> None:
-            self._live.pop(sandbox_id, None)
-            await self._end(remote)
-
-        return AttendedSandbox(
-            sandbox_id,
-            open_pipe,
-            home=bootstrap.ROOT_HOME if as_root else bootstrap.HOME,
-            workdir=bootstrap.WORKDIR,
-            user="root" if as_root else bootstrap.USER,
-            default_env=bootstrap.environment(as_root=as_root),
-            on_lost=on_lost,
-            destroy=destroy,
-            heartbeat_s=_HEARTBEAT_S,
-        )
+    async def _release(self, sandbox: HfSandbox) -> None:
+        self._live.pop(sandbox.id, None)
+        await self._end(sandbox.remote)
 
     async def _end(self, remote: Remote) -> None:
         """End a job, however often that must be tried; waits for it for a while, and goes on behind the caller."""
@@ -268,36 +264,21 @@ class HfBackend(Backend):
                 if isinstance(result, Exception):
                     _log.warning("a sandbox could not be touched", error=str(result))
 
-    # Layers, which there are none of -----------------------------------------------------------------------------
+    # Layers ------------------------------------------------------------------------------------------------------
 
     async def seal(self, handle: SandboxHandle, layer_id: str) -> SealedLayer:
-        raise _no_layers()
+        assert isinstance(handle, HfSandbox)
+        return await self._archives.seal(handle, layer_id)
 
     async def has_layer(self, layer_id: str) -> bool:
-        return False
+        return layer_id in self._archives
 
     async def remove_layer(self, layer_id: str) -> None:
-        """There are none."""
-
-
-class _Live:
-    """A sandbox and its job."""
-
-    def __init__(self, handle: AttendedSandbox, remote: Remote) -> None:
-        self.handle = handle
-        self.remote = remote
+        await self._archives.remove(layer_id)
 
 
 def _matches(image: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(image, pattern) for pattern in patterns)
-
-
-def _no_layers() -> PenstockError:
-    return FailedPrecondition(
-        "the hf backend cannot do this here: fork",
-        reason="CAPABILITY_MISSING",
-        metadata={"backend": "hf", "capabilities": "fork"},
-    )
 
 
 def _instance(folder: Path) -> str:

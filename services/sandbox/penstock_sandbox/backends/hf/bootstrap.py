@@ -1,4 +1,4 @@
-"""What is done in a fresh job before it is a sandbox: a user, directories, and the attendant as root beside it.
+"""What is done in a fresh job so that it is a sandbox: a user, directories, and the attendant as root beside it.
 
 Invariants
 - The workload's user may neither read nor signal the attendant: that runs as root in a directory that only root enters.
@@ -7,6 +7,8 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
@@ -18,7 +20,9 @@ HOME = "/home/agent"
 WORKDIR = "/workspace"
 USER = "agent"
 ROOT_HOME = "/root"
-FOLDER = "/opt/penstock"
+OURS = "/opt/penstock"
+FOLDER = f"{OURS}/attendant"
+"""Where only root gets; beside it are toolboxes, which everybody may read."""
 PROGRAM = f"{FOLDER}/attendant.py"
 SOCKET = f"{FOLDER}/run/attendant.sock"
 
@@ -46,6 +50,7 @@ mkdir -p {HOME} {WORKDIR}
 chown {USER}: {HOME} {WORKDIR}
 chmod 755 {HOME} {WORKDIR}
 mkdir -p {FOLDER}/run
+chmod 755 {OURS}
 chmod 700 {FOLDER} {FOLDER}/run
 id -u {USER}; id -g {USER}; command -v python3
 """
@@ -57,13 +62,38 @@ exec "$@" </dev/null >/dev/null 2>&1
 _PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 
 
-def environment(*, as_root: bool) -> dict[str, str]:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A prepared job: its interpreter, and who the workload runs as there."""
+
+    python: str
+    uid: int
+    gid: int
+    as_root: bool
+
+    @property
+    def user(self) -> str:
+        """The workload's name."""
+        return "root" if self.as_root else USER
+
+    @property
+    def home(self) -> str:
+        """The workload's home."""
+        return ROOT_HOME if self.as_root else HOME
+
+    @property
+    def command(self) -> list[str]:
+        """What `serve`, `attach` and `put` follow; without what the image's site-packages would run at every start."""
+        return [self.python, "-I", "-S", PROGRAM]
+
+
+def environment(place: Place, path: Sequence[str]) -> dict[str, str]:
     """What every process has; of the job's own environment, which holds what is not the workload's, it gets nothing."""
     return {
-        "PATH": _PATH,
-        "HOME": ROOT_HOME if as_root else HOME,
-        "USER": "root" if as_root else USER,
-        "LOGNAME": "root" if as_root else USER,
+        "PATH": ":".join((*path, _PATH)),
+        "HOME": place.home,
+        "USER": place.user,
+        "LOGNAME": place.user,
         "SHELL": "/bin/bash",
         "LANG": "C.UTF-8",
         "TERM": "dumb",
@@ -71,10 +101,11 @@ def environment(*, as_root: bool) -> dict[str, str]:
     }
 
 
-async def start_attendant(remote: Remote, program: bytes, *, as_root: bool) -> list[str]:
-    """Prepare the job and start the attendant; answers the command that `attach` and `put` follow.
+async def prepare(remote: Remote, *, as_root: bool) -> Place:
+    """Make the user and the directories.
 
-    Raises FailedPrecondition (CAPABILITY_MISSING) for an image that cannot hold one, Unavailable for what failed.
+    Raises FailedPrecondition (CAPABILITY_MISSING) for an image that cannot hold an attendant, Unavailable for what
+    failed.
     """
     prepared = await remote.run(["/bin/sh", "-c", _PREPARE])
     if 0 <= prepared.code - _LACKS < len(_WHAT_IT_LACKS):
@@ -90,17 +121,17 @@ async def start_attendant(remote: Remote, program: bytes, *, as_root: bool) -> l
             retry_after_s=1.0,
         )
     uid, gid, python = prepared.stdout.split()
+    return Place(python, int(uid), int(gid), as_root)
+
+
+async def start_attendant(remote: Remote, place: Place, program: bytes) -> None:
+    """Start the attendant in a prepared job. Raises Unavailable for what failed."""
     await remote.upload(PROGRAM, program)
-    # Without what the image's site-packages would run at every start.
-    command = [python, "-I", "-S", PROGRAM]
-    serve = [*command, "serve", "--socket", SOCKET]
-    if as_root:
-        serve += ["--home", ROOT_HOME, "--workdir", WORKDIR]
-    else:
-        serve += ["--user", f"{uid}:{gid}", "--confine", "--home", HOME, "--workdir", WORKDIR]
+    serve = [*place.command, "serve", "--socket", SOCKET, "--home", place.home, "--workdir", WORKDIR]
+    if not place.as_root:
+        serve += ["--user", f"{place.uid}:{place.gid}", "--confine"]
     started = await remote.run(["/bin/sh", "-c", _START, "sh", *serve])
     if started.code != 0:
         raise Unavailable(
             f"the attendant did not start (exit {started.code})", reason="CREATE_FAILED", retry_after_s=1.0
         )
-    return command

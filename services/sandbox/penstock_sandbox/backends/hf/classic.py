@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 from pathlib import Path
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
 
 INSTALL = "hf-sandbox is not installed: pip install 'penstock-sandbox[hf-sandbox]'"
 
-_COMMAND_TIMEOUT_S = 60
+_COMMAND_TIMEOUT_S = 60.0
 _POLL_S = 20.0
 _POLLER = f"{bootstrap.FOLDER}/poller.py"
 # Without the command's channel, which would stay open as long as the keeper does.
 _KEEP = 'exec "$0" "$@" </dev/null >/dev/null 2>&1'
+_PIECE = 4 * 1024 * 1024
+_JOIN = 'set -e; : >"$0"; for piece in "$0".*; do [ ! -e "$piece" ] || { cat "$piece" >>"$0"; rm "$piece"; }; done'
+_CUT = 'split -b "$1" -d -a 6 "$0" "$0." && for piece in "$0".*; do echo "$piece"; done'
 
 _log = structlog.get_logger(__name__)
 
@@ -125,18 +129,53 @@ class ClassicRemote(Remote):
         self._sandbox = sandbox
         self._folder = folder
 
-    async def run(self, argv: list[str], stdin: str = "") -> Outcome:
-        return await self.jobs.ask("a command did not run", lambda: self._exec(argv, stdin))
+    async def run(self, argv: list[str], stdin: str = "", *, timeout_s: float | None = None) -> Outcome:
+        return await self.jobs.ask(
+            "a command did not run",
+            lambda: self._exec(argv, stdin, timeout_s or _COMMAND_TIMEOUT_S),
+            long=timeout_s is not None,
+        )
 
-    def _exec(self, argv: list[str], stdin: str = "") -> Outcome:
+    def _exec(self, argv: list[str], stdin: str = "", timeout_s: float = _COMMAND_TIMEOUT_S) -> Outcome:
         # Through a shell: a program that is missing ends with 127 instead of breaking the connection, and one that is
         # given no input does not wait for the server's.
         script = 'exec "$@"' if stdin else 'exec "$@" </dev/null'
-        done = self._sandbox.exec("/bin/sh", "-c", script, "sh", *argv, stdin=stdin or None, timeout=_COMMAND_TIMEOUT_S)
+        done = self._sandbox.exec(
+            "/bin/sh", "-c", script, "sh", *argv, stdin=stdin or None, timeout=math.ceil(timeout_s)
+        )
         return Outcome(done.returncode, done.stdout, done.stderr)
 
     async def upload(self, path: str, content: bytes) -> None:
         await self.jobs.ask("an upload failed", lambda: self._sandbox.write_file(path, content))
+
+    async def send(self, source: Path, path: str) -> None:
+        await self.jobs.ask("a file was not brought in", lambda: self._send(source, path), long=True)
+
+    def _send(self, source: Path, path: str) -> None:
+        # A request carries a whole file, as text.
+        with source.open("rb") as file:
+            count = 0
+            while piece := file.read(_PIECE):
+                self._sandbox.write_file(f"{path}.{count:06d}", piece)
+                count += 1
+        joined = self._exec(["/bin/sh", "-c", _JOIN, path])
+        if joined.code != 0:
+            raise OSError(f"the pieces were not joined (exit {joined.code})")
+
+    async def fetch(self, path: str, target: Path) -> None:
+        await self.jobs.ask("a file was not brought out", lambda: self._fetch(path, target), long=True)
+
+    def _fetch(self, path: str, target: Path) -> None:
+        cut = self._exec(["/bin/sh", "-c", _CUT, path, str(_PIECE)])
+        if cut.code != 0:
+            raise OSError(f"the file was not cut into pieces (exit {cut.code})")
+        partial = target.with_suffix(".partial")
+        with partial.open("wb") as file:
+            for name in cut.stdout.split():
+                piece = self._sandbox.read_file(name, text=False)
+                assert isinstance(piece, bytes)
+                file.write(piece)
+        partial.replace(target)
 
     async def attach(self, command: list[str]) -> Pipe:
         await self.upload(_POLLER, await self.threads.ask(Path(poller.__file__).read_bytes))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted, Unavailable
@@ -41,6 +42,7 @@ class HfOptions:
     start_timeout_s: float = 300.0
     max_lifetime_s: float = 86_400.0
     allow_open_egress: bool = False
+    layer_bytes: int = 20 * 1024**3
 
     def __repr__(self) -> str:
         return f"HfOptions(image={self.image!r}, flavor={self.flavor!r}, namespace={self.namespace!r})"
@@ -89,12 +91,14 @@ class Jobs:
                     f"the job was not ended: {explain(error, self._token)}", reason="CREATE_FAILED"
                 ) from error
 
-    async def ask(self, what: str, call: Callable[[], T]) -> T:
-        """A short call of an SDK, in a thread. Raises Unavailable: ``what`` and why."""
+    async def ask(self, what: str, call: Callable[[], T], *, long: bool = False) -> T:
+        """A call of an SDK, in a thread; ``long`` ones starve no short ones. Raises Unavailable: ``what`` and why."""
         try:
-            return await self._threads.ask(call)
+            return await (self._threads.create(call) if long else self._threads.ask(call))
         except Exception as error:
-            raise Unavailable(f"{what}: {explain(error, self._token)}", reason="CREATE_FAILED") from error
+            raise Unavailable(
+                f"{what}: {explain(error, self._token)}", reason="CREATE_FAILED", retry_after_s=_RETRY_S
+            ) from error
 
 
 class Remote(abc.ABC):
@@ -106,12 +110,20 @@ class Remote(abc.ABC):
         self.threads = threads
 
     @abc.abstractmethod
-    async def run(self, argv: list[str], stdin: str = "") -> Outcome:
-        """Run a short command to its end. Raises Unavailable."""
+    async def run(self, argv: list[str], stdin: str = "", *, timeout_s: float | None = None) -> Outcome:
+        """Run a command to its end: a short one, or one that may take ``timeout_s``. Raises Unavailable."""
 
     @abc.abstractmethod
     async def upload(self, path: str, content: bytes) -> None:
         """Put a small file into place; its directory exists. Raises Unavailable."""
+
+    @abc.abstractmethod
+    async def send(self, source: Path, path: str) -> None:
+        """Bring in a file of any size; its directory exists. Raises Unavailable."""
+
+    @abc.abstractmethod
+    async def fetch(self, path: str, target: Path) -> None:
+        """Bring out a file of any size, which is at ``target`` only once all of it is. Raises Unavailable."""
 
     @abc.abstractmethod
     async def attach(self, command: list[str]) -> Pipe:

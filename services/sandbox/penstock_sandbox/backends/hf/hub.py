@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
@@ -33,6 +34,7 @@ LIFETIME_S = 86_400.0
 
 _API_TIMEOUT_S = 30.0
 _COMMAND_TIMEOUT_S = 60.0
+_TRANSFER_THREADS = 4
 _ABANDON_EVERY_S = 0.5
 _RUNNING = ["RUNNING", "SCHEDULING"]
 
@@ -47,6 +49,7 @@ class HubClient:
         self._instance = instance
         self._threads = threads
         self._opened: Jobs | None = None
+        self._abandoned: set[asyncio.Task[None]] = set()
 
     async def open(self) -> str:
         try:
@@ -85,7 +88,11 @@ class HubClient:
         try:
             sandbox = await asyncio.shield(making)
         except asyncio.CancelledError:
-            await asyncio.shield(asyncio.ensure_future(self._abandon(making, sandbox_id)))
+            # Held here: whoever cancelled may do so again, and the job must be ended all the same.
+            task = asyncio.create_task(self._abandon(making, sandbox_id))
+            self._abandoned.add(task)
+            task.add_done_callback(self._abandoned.discard)
+            await asyncio.shield(task)
             raise
         except Exception as error:
             await self._end_labelled(SANDBOX_LABEL, sandbox_id)
@@ -140,17 +147,25 @@ class HubRemote(Remote):
     def __init__(self, sandbox: Sandbox, jobs: Jobs, threads: Threads) -> None:
         super().__init__(sandbox.id, jobs, threads)
         self._sandbox = sandbox
+        # For each transfer the SDK makes threads of its own.
+        sandbox.files.PARALLEL_MAX_WORKERS = _TRANSFER_THREADS
 
-    async def run(self, argv: list[str], stdin: str = "") -> Outcome:
+    async def run(self, argv: list[str], stdin: str = "", *, timeout_s: float | None = None) -> Outcome:
         def call() -> Outcome:
-            done = self._sandbox.run(argv, stdin=stdin, timeout=_COMMAND_TIMEOUT_S, check=False)
+            done = self._sandbox.run(argv, stdin=stdin, timeout=timeout_s or _COMMAND_TIMEOUT_S, check=False)
             code = done.exit_code if done.exit_code is not None else -1
             return Outcome(code, done.stdout, done.stderr)
 
-        return await self.jobs.ask("a command did not run", call)
+        return await self.jobs.ask("a command did not run", call, long=timeout_s is not None)
 
     async def upload(self, path: str, content: bytes) -> None:
         await self.jobs.ask("an upload failed", lambda: self._sandbox.files.write(path, content, mode="700"))
+
+    async def send(self, source: Path, path: str) -> None:
+        await self.jobs.ask("a file was not brought in", lambda: self._sandbox.files.upload(source, path), long=True)
+
+    async def fetch(self, path: str, target: Path) -> None:
+        await self.jobs.ask("a file was not brought out", lambda: self._sandbox.files.download(path, target), long=True)
 
     async def attach(self, command: list[str]) -> Pipe:
         def stream(argv: list[str], feed: Feed, complain: Feed) -> int | None:

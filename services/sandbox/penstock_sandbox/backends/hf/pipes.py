@@ -70,7 +70,7 @@ class SplitPipe:
                 code = stream(argv, pipe._feed, pipe._complain)
             except PipeEnded:
                 why = "closed"
-            except Exception as error:  # noqa: BLE001 - whatever ends a stream ends the pipe, which says why
+            except BaseException as error:  # noqa: BLE001 - whatever ends a stream ends the pipe, which says why
                 why = f"{type(error).__name__} while streaming"
             tell(pipe._loop, pipe._ended, why, code)
 

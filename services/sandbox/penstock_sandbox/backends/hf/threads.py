@@ -1,12 +1,13 @@
 """The threads that synchronous SDKs need: bounded, our own, never the event loop's default ones.
 
-Purpose: an SDK's call blocks. Short ones share a few threads; making a sandbox takes long and has threads of its own,
-so that it starves nobody; and what streams for as long as a sandbox lives has one thread each, whose number bounds
-the number of sandboxes.
+Purpose: an SDK's call blocks. Short ones share a few threads; making a sandbox and moving files takes long and has
+threads of its own, so that it starves nobody; and what streams for as long as a sandbox lives has one thread each,
+whose number bounds the number of sandboxes.
 
 Invariants
-- There are never more than ``CREATING + ASKING + streams`` threads, the last being one for each sandbox that the
-  backend admits and a few more for streams that end while their successor begins.
+- There are never more than ``CREATING + ASKING + streams`` threads of ours, the last being one for each sandbox that
+  the backend admits and a few more for streams that end while their successor begins.
+- Who asked is told of a failure, whatever the SDK raised, and is cancelled only by who cancels it.
 - All of them are daemons: one that waits for what never comes does not keep the service from ending.
 """
 
@@ -87,7 +88,7 @@ class _Pool:
             try:
                 result = function()
             except BaseException as error:  # noqa: BLE001 - whatever it was belongs to who asked
-                tell(loop, self._done, future.set_exception, future, error)
+                tell(loop, self._done, future.set_exception, future, _told(error))
             else:
                 tell(loop, self._done, future.set_result, future, result)
 
@@ -117,6 +118,14 @@ class _Pool:
         """Tell every thread to end once the work before this is done."""
         for _ in range(self._threads):
             self._work.put(None)
+
+
+def _told(error: BaseException) -> Exception:
+    """What is told of a failure: an SDK that speaks of a cancellation, of the interpreter's end or of an iterator's end
+    cancels nobody here, ends nothing here, and does not leave whoever asked without an answer."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"the SDK gave up with {type(error).__name__}")
 
 
 def tell(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:

@@ -89,6 +89,7 @@ class LocalBackend(Backend):
         self._layer_users: Counter[str] = Counter()
         self._removed_layers: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._hastening: asyncio.Task[None] | None = None
         self._closing = False
 
     # Opening and closing -----------------------------------------------------------------------------------------
@@ -198,7 +199,8 @@ class LocalBackend(Backend):
                 _log.error("a sandbox was not removed at the end", error=repr(result))
         if self._spawner is not None:
             await self._spawner.aclose()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        unfinished = [*self._tasks, *([self._hastening] if self._hastening is not None else [])]
+        await asyncio.gather(*unfinished, return_exceptions=True)
         await asyncio.to_thread(cgroups.remove_parents, self._cgroups.parents, cgroups.group_name(self._root))
         (self._root / _GROUPS).unlink(missing_ok=True)
 
@@ -224,6 +226,7 @@ class LocalBackend(Backend):
                 metadata={"user": spec.user},
             )
         spawner = await self._ensure_spawner()
+        self._hasten()
         sandbox = self._allot(sandbox_id, spec, toolboxes, on_lost)
         self._live[sandbox_id] = sandbox
         try:
@@ -240,6 +243,11 @@ class LocalBackend(Backend):
                 raise Unavailable("the spawner ended", reason="SPAWNER_ENDED", retry_after_s=0.1) from error
             raise
         return sandbox
+
+    def _hasten(self) -> None:
+        """Have the kernel's wait before a process changes groups pass while the sandbox is made."""
+        if self._hastening is None or self._hastening.done():
+            self._hastening = asyncio.create_task(asyncio.to_thread(self._cgroups.hasten))
 
     def _allot(
         self,

@@ -14,6 +14,7 @@ import hashlib
 import os
 import signal
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,10 +37,14 @@ class _Hierarchy:
 
 
 class Cgroups:
-    """The hierarchies usable here. ``detect`` probes; the constructor only remembers."""
+    """The hierarchies usable here. ``detect`` probes; the constructor only remembers.
 
-    def __init__(self, hierarchies: tuple[_Hierarchy, ...]) -> None:
+    ``own`` is the file that lists the members of this process's own group in one of them.
+    """
+
+    def __init__(self, hierarchies: tuple[_Hierarchy, ...], own: Path | None = None) -> None:
         self._hierarchies = hierarchies
+        self._own = own
         self.controllers: frozenset[str] = frozenset().union(*(found.controllers for found in hierarchies))
 
     @classmethod
@@ -47,6 +52,7 @@ class Cgroups:
         """Find, by doing it, where groups can be made; ``name`` is our parent group's."""
         own = _own_groups()
         hierarchies: list[_Hierarchy] = []
+        members: Path | None = None
         # v2 first: what it freezes, v1 need not.
         for version, controllers, mount in sorted(_mounts(), key=lambda found: -found[0]):
             wanted = {*_V2_CONTROLLERS, FREEZER}
@@ -69,7 +75,20 @@ class Cgroups:
                     (base / name).rmdir()
             if best is not None:
                 hierarchies.append(best)
-        return cls(tuple(hierarchies))
+                file = mount / inside.lstrip("/") / "cgroup.procs"
+                members = members or (file if os.access(file, os.W_OK) else None)
+        return cls(tuple(hierarchies), members)
+
+    def hasten(self) -> None:
+        """Wait for what the kernel makes the first move of a process wait for, so that those that follow soon do not.
+
+        A move needs a lock of all hierarchies that waits for every processor to have passed a quiet moment (10 ms and
+        more), unless another move has just had it. Joining the group that one is in already is a move that changes
+        nothing. Does nothing where that is not allowed.
+        """
+        if self._own is not None:
+            with suppress(OSError):
+                self._own.write_text("0")
 
     def create(self, sandbox_id: str, limits: Resources) -> Group:
         """Make a sandbox's group with its limits. Raises OSError; then nothing is left."""

@@ -161,7 +161,7 @@ class LocalProcess(ProcessHandle):
 
     async def aclose(self) -> None:
         self._release()
-        await self._sandbox.forget(self)
+        self._sandbox.forget(self)
 
     def _release(self) -> None:
         self._close_stdin()

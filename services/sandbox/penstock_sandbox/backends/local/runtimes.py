@@ -44,9 +44,16 @@ def mountable() -> Mapping[str, Path]:
     return found
 
 
-def find(wanted: Runtime) -> FoundRuntime | None:
-    """The runtime to use, or None where nothing new enough is installed."""
-    for candidate in _candidates(wanted.kind):
+def find(wanted: Runtime, *, host_programs: bool = True) -> FoundRuntime | None:
+    """The runtime to use, or None where nothing new enough is installed.
+
+    For a sandbox that sees none of the ``host_programs`` a Node.js that can be mounted comes first; without one the
+    host's is still answered, since the sandbox's own image may have one, as it has a Python.
+    """
+    candidates = _candidates(wanted.kind)
+    if not host_programs and wanted.kind is RuntimeKind.NODE:
+        candidates.sort(key=lambda candidate: candidate.mount is None)
+    for candidate in candidates:
         version = _version(candidate.executable)
         if version is None:
             continue

@@ -73,6 +73,7 @@ class LocalSandbox(SandboxHandle):
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._processes: dict[int, LocalProcess] = {}
         self._early_exits: dict[int, wire.Message] = {}
+        self._forgotten: list[int] = []
         self._endpoint: Endpoint | None = None
         self._ended = False
         self._paused = False
@@ -81,7 +82,7 @@ class LocalSandbox(SandboxHandle):
         self._destroyed: asyncio.Task[None] | None = None
 
     def join_files(self) -> list[str]:
-        """Files of its control groups to which each of its processes writes itself before anything else."""
+        """Files of its control groups to which its first process and its door are written before anything else runs."""
         return self.group.members_files if self.group is not None else []
 
     # Opening -----------------------------------------------------------------------------------------------------
@@ -147,8 +148,10 @@ class LocalSandbox(SandboxHandle):
         stdin: bool,
         pty: PtySize | None,
     ) -> ProcessHandle:
+        forgotten, self._forgotten = self._forgotten, []
         request = {
             "op": "start",
+            "forget": forgotten,
             "argv": list(argv),
             "env": dict(env),
             "cwd": cwd,
@@ -194,13 +197,10 @@ class LocalSandbox(SandboxHandle):
             process.door_exited(early)
         return process
 
-    async def forget(self, process: LocalProcess) -> None:
-        """Drop an ended process: its id may be used again by the kernel from here on."""
-        if self._processes.pop(process.pid, None) is not None and not self._ended:
-            try:
-                await self.door({"op": "forget", "pid": process.pid})
-            except ChannelClosed:
-                return
+    def forget(self, process: LocalProcess) -> None:
+        """Drop an ended process: its id may be used again from here on. The door hears of it with the next start."""
+        if self._processes.pop(process.pid, None) is not None:
+            self._forgotten.append(process.pid)
 
     def oom_kills(self) -> int:
         """How often the kernel killed in this sandbox for memory."""

@@ -67,6 +67,10 @@ class _ForkKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForkKind.Val
     """Files are shared copy-on-write; processes are not."""
     FORK_KIND_MEMORY: _ForkKind.ValueType  # 4
     """Files and running processes."""
+    FORK_KIND_ARCHIVE: _ForkKind.ValueType  # 5
+    """Files are copied: what the prepared sandbox differs by from its image, where its user may write, is packed and unpacked
+    in a fresh sandbox of that image. Processes are not copied, and each child costs the transfer.
+    """
 
 class ForkKind(_ForkKind, metaclass=_ForkKindEnumTypeWrapper):
     """How a backend can copy a sandbox."""
@@ -79,6 +83,10 @@ FORK_KIND_FILESYSTEM: ForkKind.ValueType  # 3
 """Files are shared copy-on-write; processes are not."""
 FORK_KIND_MEMORY: ForkKind.ValueType  # 4
 """Files and running processes."""
+FORK_KIND_ARCHIVE: ForkKind.ValueType  # 5
+"""Files are copied: what the prepared sandbox differs by from its image, where its user may write, is packed and unpacked
+in a fresh sandbox of that image. Processes are not copied, and each child costs the transfer.
+"""
 Global___ForkKind: _TypeAlias = ForkKind  # noqa: Y015
 
 class _NetworkKind:
@@ -528,6 +536,7 @@ class Capabilities(_message.Message):
     TOOLBOXES_FIELD_NUMBER: _builtins.int
     KILL_TREE_FIELD_NUMBER: _builtins.int
     LIVE_FORK_FIELD_NUMBER: _builtins.int
+    OPEN_EGRESS_FIELD_NUMBER: _builtins.int
     fork: Global___ForkKind.ValueType
     pty: _builtins.bool
     stdin_stream: _builtins.bool
@@ -544,6 +553,10 @@ class Capabilities(_message.Message):
     """Killing one process is certain to reach every descendant, daemons included."""
     live_fork: _builtins.bool
     """Whether ForkSandboxes takes a live sandbox."""
+    open_egress: _builtins.bool
+    """Whether sandboxes of every network kind reach the internet as well: the provider cannot close it and the operator has
+    accepted that. ONE_ENDPOINT then says what is reached inside, not that nothing else is.
+    """
     @_builtins.property
     def networks(self) -> _containers.RepeatedScalarFieldContainer[Global___NetworkKind.ValueType]: ...
     def __init__(
@@ -563,10 +576,11 @@ class Capabilities(_message.Message):
         toolboxes: _builtins.bool = ...,
         kill_tree: _builtins.bool = ...,
         live_fork: _builtins.bool = ...,
+        open_egress: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "pause", b"pause", "pty", b"pty", "root", b"root", "stdin_stream", b"stdin_stream", "toolboxes", b"toolboxes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "pause", b"pause", "pty", b"pty", "root", b"root", "stdin_stream", b"stdin_stream", "toolboxes", b"toolboxes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -231,7 +231,8 @@ class SandboxServiceServicer(object):
         """Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
         it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
         operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
-        the last minute; none survives the service. Prepare a forgotten one again.
+        the last minute. Where the backend keeps them elsewhere, those of a service that was killed are known to its successor,
+        and by the operator's choice those of one that was stopped. Prepare a forgotten one again.
         Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -85,7 +85,8 @@ class SandboxServiceStub:
     """Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
     it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
     operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
-    the last minute; none survives the service. Prepare a forgotten one again.
+    the last minute. Where the backend keeps them elsewhere, those of a service that was killed are known to its successor,
+    and by the operator's choice those of one that was stopped. Prepare a forgotten one again.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
     """
     GetSnapshot: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSnapshotRequest, _sandbox_service_pb2.GetSnapshotResponse]
@@ -187,7 +188,8 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
     it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
     operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
-    the last minute; none survives the service. Prepare a forgotten one again.
+    the last minute. Where the backend keeps them elsewhere, those of a service that was killed are known to its successor,
+    and by the operator's choice those of one that was stopped. Prepare a forgotten one again.
     Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
     """
     GetSnapshot: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.GetSnapshotRequest, _sandbox_service_pb2.GetSnapshotResponse]  # type: ignore[assignment]
@@ -346,7 +348,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         """Makes the snapshot of a spec and its setup, once: concurrent calls for the same content share the work, later ones find
         it made. Streams progress, then the snapshot. Cancelling one of several callers stops nothing. Snapshots beyond the
         operator's `snapshot_cache_bytes` are forgotten, the least recently used first, never one that is in use or was used in
-        the last minute; none survives the service. Prepare a forgotten one again.
+        the last minute. Where the backend keeps them elsewhere, those of a service that was killed are known to its successor,
+        and by the operator's choice those of one that was stopped. Prepare a forgotten one again.
         Errors: FAILED_PRECONDITION (SETUP_FAILED with the command in the last CommandFinished; CAPABILITY_MISSING).
         """
 

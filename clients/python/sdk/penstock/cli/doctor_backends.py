@@ -1,0 +1,320 @@
+"""The part of `penstock doctor` that looks at sandbox backends beyond this machine's own: docker, e2b and hf.
+
+For each it says whether its SDK is installed, whether it is configured, and whether what it needs answers, by asking:
+the daemon of itself, the provider for something that costs nothing. A sandbox service that runs is asked as well, since
+it may be configured otherwise than this command's environment.
+
+Invariants: no answer is waited for longer than `_LIMIT_S`, all of them at once; a key goes in a header to the address
+that it is configured for and nowhere else, never in clear beyond this machine and never after a redirect, and into no
+finding; nothing is changed anywhere.
+"""
+
+import asyncio
+import http.client
+import importlib.metadata
+import ipaddress
+import os
+import socket
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import orjson
+
+from penstock.cli.findings import Finding
+from penstock.client import PenstockError, connect
+from penstock.client.endpoints import Endpoints, resolve
+from penstock.client.errors import ConfigurationError
+
+_LIMIT_S: Final = 8.0
+_CALL_S: Final = 5.0
+_BODY_BYTES: Final = 4 * 1024 * 1024
+_DOCKER_SOCKET: Final = "unix:///var/run/docker.sock"
+_MIN_DOCKER_API: Final = (1, 41)
+_SETTING: Final = "PENSTOCK_SANDBOX_"
+
+
+def look_at_backends() -> list[Finding]:
+    """A finding for each backend, and one for the sandbox service if there is one; in `_LIMIT_S` seconds at most."""
+    looks: dict[str, Callable[[], Finding]] = {"docker": docker, "e2b": e2b, "hf": hf}
+    found: dict[str, Finding] = {}
+
+    def keep(name: str, look: Callable[[], Finding]) -> None:
+        found[name] = look()
+
+    end = time.monotonic() + _LIMIT_S
+    # Daemons: a name server that does not answer cannot be interrupted, and must not keep the command from its end.
+    threads = [threading.Thread(target=keep, args=item, daemon=True) for item in looks.items()]
+    for thread in threads:
+        thread.start()
+    service = _service()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    silent = "it did not answer in time"
+    return [*service, *(found.get(name) or _not_ok(name, silent, "try again", {}) for name in looks)]
+
+
+# A service that runs ------------------------------------------------------------------------------------------------
+
+
+def _service() -> Iterator[Finding]:
+    """What a sandbox service says of its backends; nothing where none is configured and none answers."""
+    name = "sandbox service"
+    try:
+        endpoints = resolve()
+    except ConfigurationError as error:
+        yield _not_ok(name, str(error), "see the message", {})
+        return
+    if not endpoints.sandbox:
+        return
+    details = {"address": endpoints.sandbox}
+    try:
+        yield asyncio.run(_asked(name, endpoints, details))
+    except (PenstockError, OSError, TimeoutError) as error:
+        if endpoints.origin != "the defaults":
+            told = "it did not answer in time" if isinstance(error, TimeoutError) else str(error)
+            yield _not_ok(
+                name, f"{endpoints.sandbox}: {told}", f"start it; its address is {endpoints.origin}'s", details
+            )
+
+
+async def _asked(name: str, endpoints: Endpoints, details: Mapping[str, str | bool]) -> Finding:
+    async with asyncio.timeout(_CALL_S):
+        host, _, port = endpoints.sandbox.rpartition(":")
+        _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        writer.close()
+        async with connect(endpoints) as ps:
+            backends = await ps.sandboxes.backends()
+    told = [
+        f"{one.name}: {'ready' if one.available else one.unavailable_reason}" for one in backends if one.is_default
+    ] + [
+        f"{one.name}: {'ready' if one.available else one.unavailable_reason}" for one in backends if not one.is_default
+    ]
+    usable = any(one.available and one.is_default for one in backends)
+    found = f"at {endpoints.sandbox}; " + "; ".join(told)
+    advice = "" if usable else "its default backend, named first, cannot be used: see why"
+    return Finding(name, usable, False, found, advice, {**details, **{one.name: one.available for one in backends}})
+
+
+# Docker --------------------------------------------------------------------------------------------------------------
+
+
+def docker() -> Finding:
+    """Its SDK, and the daemon's version, storage driver and control groups."""
+    host = _value(_SETTING + "DOCKER_HOST", "DOCKER_HOST") or _DOCKER_SOCKET
+    shown = _without_user(host)
+    sdk, details = _sdk("docker")
+    details["address"] = shown
+    try:
+        info = _docker_info(host)
+    except _Unknown as unknown:
+        return _not_ok("docker", f"{sdk}; {unknown.what}", unknown.advice, details)
+    except PermissionError:
+        advice = "run the service as root or in the group that owns the socket (docker)"
+        return _not_ok("docker", f"{sdk}; {shown} is closed to this user", advice, {**details, "reachable": False})
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        advice = "start the daemon, or set DOCKER_HOST to where it listens; only the docker backend needs it"
+        found = f"{sdk}; no daemon answers at {shown} ({_kind(error)})"
+        return _not_ok("docker", found, advice, {**details, "reachable": False})
+    facts = {
+        "server": str(info.get("ServerVersion", "")),
+        "api": str(info.get("ApiVersion", "")),
+        "storage_driver": str(info.get("Driver", "")),
+        "cgroup_version": str(info.get("CgroupVersion", "")),
+        "system": str(info.get("OSType", "")),
+    }
+    details |= {"reachable": True, **facts}
+    found = f"{sdk}; server {facts['server']}, storage driver {facts['storage_driver']}"
+    found += f", cgroup v{facts['cgroup_version'] or '?'}, API {facts['api']}"
+    if facts["system"] != "linux":
+        return _not_ok("docker", found, f"it runs {facts['system']} containers: sandboxes are Linux's", details)
+    if _version(facts["api"]) < _MIN_DOCKER_API:
+        return _not_ok("docker", found, "Docker 20.10 or newer is needed", details)
+    missing = [
+        name
+        for name, there in (("cpu", "CpuCfsQuota"), ("memory", "MemoryLimit"), ("pids", "PidsLimit"))
+        if not info.get(there)
+    ]
+    advice = f"without {', '.join(missing)} limits: such limits are refused" if missing else ""
+    if details["sdk"] is False:
+        return _not_ok("docker", found, "pip install 'penstock-sandbox[docker]'", details)
+    return Finding("docker", True, False, found, advice, details)
+
+
+def _docker_info(host: str) -> dict[str, Any]:
+    """What a daemon says of itself. Raises OSError, HTTPException or ValueError where it does not, and _Unknown."""
+    where = urllib.parse.urlsplit(host)
+    if where.scheme not in ("unix", "tcp", "http") or os.environ.get("DOCKER_TLS_VERIFY"):
+        raise _Unknown(
+            f"{where.scheme or 'this'} address with what it needs is not tried from here",
+            "docker version says whether it answers; ListBackends of a running service says the rest",
+        )
+    connection: http.client.HTTPConnection
+    if where.scheme == "unix":
+        connection = _UnixConnection(where.path)
+    else:
+        connection = http.client.HTTPConnection(where.hostname or "", where.port or 2375, timeout=_CALL_S)
+    found: dict[str, Any] = {}
+    try:
+        for path in ("/version", "/info"):
+            connection.request("GET", path, headers={"Host": "docker"})
+            answer = connection.getresponse()
+            body = answer.read(_BODY_BYTES)
+            if answer.status != http.HTTPStatus.OK:
+                raise http.client.HTTPException(f"status {answer.status}")
+            found |= orjson.loads(body)
+    finally:
+        connection.close()
+    return found
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("docker", timeout=_CALL_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(_CALL_S)
+        self.sock.connect(self._path)
+
+
+# Providers -----------------------------------------------------------------------------------------------------------
+
+
+def e2b() -> Finding:
+    """Its SDK, whether there is a key, and whether the control plane takes it."""
+    key = _value(_SETTING + "E2B_API_KEY", "E2B_API_KEY")
+    domain = _value(_SETTING + "E2B_DOMAIN", "E2B_DOMAIN") or "e2b.app"
+    address = _value(_SETTING + "E2B_API_URL", "E2B_API_URL") or f"https://api.{domain}"
+    needs = "set E2B_API_KEY (or PENSTOCK_SANDBOX_E2B_API_KEY); only the e2b backend needs it"
+    headers = {"X-API-KEY": key}
+    return _provider("e2b", _sdk("e2b"), key, f"{address.rstrip('/')}/v2/sandboxes?limit=1", headers, needs)
+
+
+def hf() -> Finding:
+    """Its SDK, whether there is a token, and whether Hugging Face takes it."""
+    token = _value(_SETTING + "HF_TOKEN", "HF_TOKEN")
+    address = _value("HF_ENDPOINT") or "https://huggingface.co"
+    needs = "set HF_TOKEN (or PENSTOCK_SANDBOX_HF_TOKEN); only the hf backend needs it"
+    classic = _value(_SETTING + "HF_CLIENT") == "hf-sandbox"
+    sdk = _sdk("hf-sandbox" if classic else "huggingface_hub")
+    headers = {"Authorization": f"Bearer {token}"}
+    return _provider("hf", sdk, token, f"{address.rstrip('/')}/api/whoami-v2", headers, needs)
+
+
+def _provider(
+    name: str, sdk: tuple[str, dict[str, str | bool]], key: str, url: str, headers: Mapping[str, str], needs: str
+) -> Finding:
+    """A backend at a provider: `key` is what `headers` carry, `needs` says how to set it."""
+    told, details = sdk
+    shown = _without_user(url).partition("?")[0]
+    details |= {"address": shown, "configured": bool(key)}
+    if not key:
+        return _not_ok(name, f"{told}; no key", needs, details)
+    if not _may_carry_keys(url):
+        return _not_ok(name, f"{told}; {shown} is no https address", "a key is not sent in clear: set https", details)
+    try:
+        status = _status(url, headers)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        found = f"{told}; a key; {shown} does not answer ({_kind(error)})"
+        return _not_ok(name, found, "check the address and the network", {**details, "reachable": False})
+    details["reachable"] = True
+    if status in (http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN):
+        found = f"{told}; {shown} answers and does not accept the key (status {status})"
+        return _not_ok(name, found, needs.partition(";")[0] + " to one that is valid", {**details, "accepted": False})
+    if status != http.HTTPStatus.OK:
+        found = f"{told}; a key; {shown} answers with status {status}"
+        return _not_ok(name, found, "check the address, and the provider's state", details)
+    found = f"{told}; {shown} answers and accepts the key"
+    details["accepted"] = True
+    if details["sdk"] is False:
+        return _not_ok(name, found, f"pip install 'penstock-sandbox[{name}]'", details)
+    return Finding(name, True, False, found, "", details)
+
+
+def _status(url: str, headers: Mapping[str, str]) -> int:
+    """The status that a GET is answered with. Raises OSError, HTTPException or ValueError where there is none."""
+    request = urllib.request.Request(url, headers={"Accept": "application/json", **headers})  # noqa: S310 - checked
+    # In clear it stays on this machine; a proxy would see it.
+    proxies = urllib.request.ProxyHandler({} if url.startswith("http:") else None)
+    try:
+        with urllib.request.build_opener(proxies, _NoRedirects).open(request, timeout=_CALL_S) as answer:
+            status: int = answer.status
+            return status
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A key is for the address that it was configured for."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+# Parts ---------------------------------------------------------------------------------------------------------------
+
+
+class _Unknown(Exception):
+    """It cannot be looked at from here."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.advice = advice
+
+
+def _not_ok(name: str, found: str, advice: str, details: Mapping[str, str | bool]) -> Finding:
+    if details.get("sdk") is False and "pip install" not in advice:
+        advice = f"pip install 'penstock-sandbox[{name}]'; {advice}"
+    return Finding(name, False, False, found, advice, details)
+
+
+def _sdk(distribution: str) -> tuple[str, dict[str, str | bool]]:
+    """What is told of an SDK, in words and as a detail: its version, or that it is not installed."""
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "SDK not installed", {"sdk": False}
+    return f"SDK {version}", {"sdk": version}
+
+
+def _value(*names: str) -> str:
+    """The first of these environment variables that says something."""
+    return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
+
+
+def _may_carry_keys(url: str) -> bool:
+    where = urllib.parse.urlsplit(url)
+    if where.scheme != "http":
+        return where.scheme == "https"
+    try:
+        return where.hostname == "localhost" or ipaddress.ip_address(where.hostname or "").is_loopback
+    except ValueError:
+        return False
+
+
+def _without_user(url: str) -> str:
+    """An address as it may be shown: without a name and a password that may stand in it."""
+    where = urllib.parse.urlsplit(url)
+    if where.scheme == "unix":
+        return url
+    return urllib.parse.urlunsplit(where._replace(netloc=where.netloc.rpartition("@")[2]))
+
+
+def _kind(error: Exception) -> str:
+    """What went wrong, in the system's words: a library's text may repeat what was sent."""
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(cause, TimeoutError):
+        return "in time"
+    return (cause.strerror if isinstance(cause, OSError) else None) or type(cause).__name__
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdigit())

@@ -1,0 +1,208 @@
+"""Sandboxes of this backend that live: each made of a container and the way into it, and ended once.
+
+Invariants
+- Where the making of a sandbox fails, nothing of it is left, and what it stood on is released.
+- Names are made of sandbox ids, so that a name that is taken is this service's own.
+- No secret reaches the daemon: environments, files and commands of sandboxes go through the attendant alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from penstock_chassis.errors import Internal, Unavailable
+from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
+from penstock_sandbox.backends.attended.stream import LinkLost
+from penstock_sandbox.backends.base import SandboxHandle
+from penstock_sandbox.backends.docker import changes, container
+from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
+from penstock_sandbox.backends.docker.layers import REPOSITORY, Layers
+from penstock_sandbox.backends.docker.options import DockerOptions
+from penstock_sandbox.backends.docker.places import SYSTEM_PATH
+from penstock_sandbox.backends.docker.prepared import ReadyImage, described
+from penstock_sandbox.backends.docker.reach import SIDECAR_SUFFIX, Reach, Reached, Started
+from penstock_sandbox.backends.docker.reaper import SANDBOX, SNAPSHOT, Owner, Reaper
+from penstock_sandbox.backends.refusals import Refused as RefusedInside
+from penstock_sandbox.model import SandboxSpec
+
+TRIAL = "trial"
+"""The sandbox id of the one that is made to look at."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Box:
+    """A live sandbox: its container, the way into it, and its handle."""
+
+    name: str
+    container: str
+    image: ReadyImage
+    reached: Reached
+    handle: AttendedSandbox | None = None
+    layers: tuple[str, ...] = ()
+    seal_as: str = ""
+    sealed: ReadyImage | None = None
+
+    async def destroy(self) -> None:
+        """End it; harmless when it has ended."""
+        if self.handle is not None:
+            await self.handle.destroy()
+
+    def lose(self, reason: str) -> None:
+        """It ended by itself."""
+        if self.handle is not None:
+            self.handle.lose(reason)
+
+
+class Boxes:
+    """The live sandboxes of one daemon. ``reach`` is the way into them; None: none is made now."""
+
+    def __init__(self, options: DockerOptions, daemon: Daemon, owner: Owner, reaper: Reaper, layers: Layers) -> None:
+        self._options = options
+        self._daemon = daemon
+        self._owner = owner
+        self._reaper = reaper
+        self._layers = layers
+        self._live: dict[str, Box] = {}
+        self.reach: Reach | None = None
+
+    async def aclose(self) -> None:
+        """End all."""
+        results = await asyncio.gather(*(box.destroy() for box in list(self._live.values())), return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                _log.error("a sandbox was not removed at the end", error=repr(result))
+
+    def names(self) -> list[str]:
+        """The names of their containers."""
+        return list(self._live)
+
+    def of(self, handle: SandboxHandle) -> Box | None:
+        """The sandbox behind a handle, while it lives."""
+        return next((one for one in self._live.values() if one.handle is handle), None)
+
+    def died(self, name: str) -> None:
+        """The daemon says that a container ended."""
+        # A sidecar's name is its sandbox's and a word.
+        box, reason = self._live.get(name), "PROCESS_ENDED"
+        if box is None:
+            box, reason = self._live.get(name.removesuffix(SIDECAR_SUFFIX)), "SIDECAR_ENDED"
+        if box is not None:
+            box.lose(reason)
+
+    async def make(
+        self,
+        sandbox_id: str,
+        image: ReadyImage,
+        spec: SandboxSpec,
+        mounts: Sequence[Json],
+        on_lost: Callable[[str], None],
+        path: Sequence[str] = (),
+        layers: tuple[str, ...] = (),
+    ) -> AttendedSandbox:
+        """A container of an image, its attendant and its link. ``layers`` are held for it, and released at its end."""
+        name = f"penstock-{sandbox_id}" if sandbox_id != TRIAL else f"penstock-trial-{self._owner.run}"
+        labels = {
+            **self._owner.labels("sandbox"),
+            SANDBOX: sandbox_id,
+            "penstock.lease_s": f"{spec.lease_s or 0:g}",
+        }
+        settings, host = container.sandbox(
+            image.name,
+            labels,
+            image.account,
+            spec.resources,
+            spec.network.kind,
+            mounts=mounts,
+            tmp_bytes=self._options.tmp_bytes,
+            read_only=self._options.read_only,
+            runtime=self._options.runtime,
+        )
+        reached: Reached | None = None
+        try:
+            try:
+                made = await self._daemon.create(name, settings, host)
+                await self._daemon.start(made)
+                state = (await self._daemon.inspect(made))["State"]
+            except Refused as error:
+                raise Internal(f"the sandbox could not be made: {error.what}", reason="CREATE_FAILED") from error
+            started = Started(
+                sandbox_id,
+                name,
+                made,
+                int(state["Pid"]),
+                image,
+                spec.resources,
+                not self._options.read_only,
+            )
+            if self.reach is None:
+                raise Unavailable("this service is stopping", reason="DRAINING", retry_after_s=1.0)
+            reached = await self.reach.reach(started)
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(self._remove(name, reached)))
+            self._layers.release(layers)
+            raise
+        box = self._live[name] = Box(name, made, image, reached, layers=layers)
+        box.handle = AttendedSandbox(
+            sandbox_id,
+            reached.opener,
+            home=image.account.home,
+            workdir=image.workdir,
+            user=image.account.name,
+            default_env=_environment(image, path),
+            on_lost=on_lost,
+            destroy=lambda: self._end(box),
+            diff=lambda: changes.diff(self._daemon, made),
+            stats=reached.stats,
+            oom_kills=reached.oom_kills,
+        )
+        try:
+            await box.handle.open(spec.network)
+        except BaseException as error:
+            said = await reached.said() if isinstance(error, LinkLost) else ""
+            await box.destroy()
+            if isinstance(error, LinkLost):
+                what = f"the attendant cannot be reached: {': '.join(filter(None, (error.reason, said)))}"
+                raise Internal(what, reason="CREATE_FAILED") from error
+            if isinstance(error, RefusedInside):
+                raise Internal(f"the endpoint cannot be opened: {error.what}", reason="CREATE_FAILED") from error
+            raise
+        return box.handle
+
+    async def _end(self, box: Box) -> None:
+        """A sandbox's end, whatever brought it."""
+        try:
+            if box.seal_as:
+                # Dead before it is committed: nothing can be half written.
+                await self._daemon.kill(box.container)
+                labels = {**self._owner.labels(SNAPSHOT), SANDBOX: ""}
+                made = await self._daemon.commit(box.container, REPOSITORY, box.seal_as, labels)
+                box.sealed = described(await self._daemon.image(made))
+        finally:
+            await self._remove(box.name, box.reached)
+            self._live.pop(box.name, None)
+            self._layers.release(box.layers)
+
+    async def _remove(self, name: str, reached: Reached | None) -> None:
+        await asyncio.gather(self._reaper.container(name), *([reached.close()] if reached is not None else []))
+
+
+def _environment(image: ReadyImage, path: Sequence[str]) -> dict[str, str]:
+    """What every process of a sandbox has in its environment: the image's own, and the user's."""
+    account = image.account
+    return {
+        "LANG": "C.UTF-8",
+        **image.env,
+        "PATH": ":".join([*path, image.env.get("PATH") or SYSTEM_PATH]),
+        "HOME": account.home,
+        "USER": account.name,
+        "LOGNAME": account.name,
+        "SHELL": account.shell,
+        "TERM": "dumb",
+        "TMPDIR": "/tmp",  # noqa: S108 - a path in the sandbox
+    }

@@ -1,0 +1,175 @@
+"""What this backend claims of a daemon: found out by making a sandbox and looking from inside (R55).
+
+Invariants: nothing is claimed that a trial did not show; of the ways into containers that the operator allows, that is
+taken by which everything holds, the first such.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+
+import structlog
+
+from penstock_chassis.errors import Internal, PenstockError
+from penstock_sandbox.backends.attended.stream import LinkLost
+from penstock_sandbox.backends.docker import container
+from penstock_sandbox.backends.docker.boxes import TRIAL, Boxes
+from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
+from penstock_sandbox.backends.docker.images import Images
+from penstock_sandbox.backends.docker.look import look, reads, write_nonce
+from penstock_sandbox.backends.docker.mounts import Mounts, bind
+from penstock_sandbox.backends.docker.options import DockerOptions
+from penstock_sandbox.backends.docker.places import OURS
+from penstock_sandbox.backends.docker.prepared import ReadyImage
+from penstock_sandbox.backends.docker.reach import Reach
+from penstock_sandbox.backends.docker.reaper import Owner, Reaper
+from penstock_sandbox.backends.refusals import Refused as RefusedInside
+from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, Resources, SandboxSpec
+
+_TRIAL = Resources(cpu=0.5, memory_bytes=256 * 1024 * 1024, pids=64)
+_TRIAL_DISK = 64 * 1024 * 1024
+_SHARED_PROBE = f"{OURS}/shared"
+
+_log = structlog.get_logger(__name__)
+
+
+def unusable(info: Json, runtime: str) -> str:
+    """Why a daemon, by what it says of itself, cannot make sandboxes at all; empty: nothing speaks against it."""
+    if info.get("OSType") != "linux":
+        return "the daemon runs no Linux containers"
+    if runtime and runtime not in (info.get("Runtimes") or {}):
+        return f"the daemon has no runtime {runtime!r}; it has: {', '.join(sorted(info.get('Runtimes') or {}))}"
+    return ""
+
+
+class Trial:
+    """Tries a daemon; ``info`` is what it says of itself."""
+
+    def __init__(
+        self,
+        options: DockerOptions,
+        info: Json,
+        daemon: Daemon,
+        owner: Owner,
+        reaper: Reaper,
+        images: Images,
+        mounts: Mounts,
+        boxes: Boxes,
+    ) -> None:
+        self._options = options
+        self._daemon = daemon
+        self._owner = owner
+        self._reaper = reaper
+        self._images = images
+        self._mounts = mounts
+        self._boxes = boxes
+        self._limits = Resources(
+            cpu=_TRIAL.cpu if info.get("CpuCfsQuota") else None,
+            memory_bytes=_TRIAL.memory_bytes if info.get("MemoryLimit") else None,
+            pids=_TRIAL.pids if info.get("PidsLimit") else None,
+        )
+
+    async def choose(self, reaches: Sequence[Reach]) -> Capabilities | str:
+        """Open the first way in by which a trial sandbox is as it should be, and leave it in ``Boxes.reach``.
+
+        Answers what can be claimed, or why nothing can.
+        """
+        problems = []
+        for reach in reaches:
+            self._boxes.reach = reach
+            try:
+                await reach.open()
+                image = await self._images.ready(self._options.image)
+                problem = await self._try(image)
+                if not problem:
+                    claims = await self._claims(image)
+                    _log.info("docker backend ready", reach=reach.name, shared_files=self._mounts.same_files)
+                    return claims
+            except (PenstockError, LinkLost, RefusedInside, TimeoutError) as error:
+                problem = str(error) or type(error).__name__
+            except Refused as error:
+                problem = error.what
+            self._boxes.reach = None
+            await reach.aclose()
+            problems.append(f"{reach.name}: {problem}")
+            _log.info("this way into containers does not do", reach=reach.name, reason=problem)
+        return "a trial sandbox failed: " + "; ".join(problems)
+
+    async def _try(self, image: ReadyImage) -> str:
+        """Make a sandbox and look from inside; answers what does not hold (empty: nothing)."""
+        nonce = secrets.token_hex(16)
+        shared = self._options.state_dir / "shared"
+        await asyncio.to_thread(write_nonce, shared, nonce)
+        spec = SandboxSpec(resources=self._limits)
+        try:
+            box = await self._boxes.make(TRIAL, image, spec, [bind(shared, _SHARED_PROBE)], lambda _: None)
+            self._mounts.same_files = True
+        except Internal as error:
+            # The daemon does not see our files: it says so of the bind, and of nothing else.
+            if "bind" not in error.message and "mount" not in error.message:
+                raise
+            self._mounts.same_files = False
+            box = await self._boxes.make(TRIAL, image, spec, [], lambda _: None)
+        try:
+            if self._mounts.same_files:
+                self._mounts.same_files = await reads(box, f"{_SHARED_PROBE}/nonce", nonce)
+            problem, running = await look(box, image.account.shell)
+            if not problem and running is not None and self._limits.pids is not None and running < 2:
+                problem = "what runs in it does not count towards its limits"
+        finally:
+            await box.destroy()
+        return problem
+
+    async def _claims(self, image: ReadyImage) -> Capabilities:
+        networks = {NetworkKind.NONE, NetworkKind.ONE_ENDPOINT}
+        if self._options.allow_open_network:
+            networks.add(NetworkKind.OPEN)
+        kept = not self._options.read_only
+        return Capabilities(
+            networks=frozenset(networks),
+            fork=ForkKind.FILESYSTEM if kept else ForkKind.NONE,
+            pty=True,
+            stdin_stream=True,
+            limit_cpu=self._limits.cpu is not None,
+            limit_memory=self._limits.memory_bytes is not None,
+            limit_pids=self._limits.pids is not None,
+            limit_disk=not kept or await self._limits_disk(image),
+            diff=kept,
+            root=self._options.allow_root and await self._holds_root(),
+            toolboxes=True,
+            kill_tree=True,
+        )
+
+    async def _holds_root(self) -> bool:
+        """Whether a sandbox of root's is as closed as others."""
+        image = await self._images.ready(self._options.image, "root")
+        box = await self._boxes.make(TRIAL, image, SandboxSpec(resources=self._limits), [], lambda _: None)
+        try:
+            problem, _ = await look(box, image.account.shell, as_root=True)
+        finally:
+            await box.destroy()
+        if problem:
+            _log.warning("root is not offered: its trial sandbox failed", reason=problem)
+        return not problem
+
+    async def _limits_disk(self, image: ReadyImage) -> bool:
+        """Whether the storage driver holds a container to a size: by asking it for one."""
+        settings, host = container.sandbox(
+            image.name,
+            self._owner.labels("making"),
+            image.account,
+            Resources(disk_bytes=_TRIAL_DISK),
+            NetworkKind.NONE,
+            mounts=(),
+            tmp_bytes=self._options.tmp_bytes,
+            read_only=False,
+            runtime=self._options.runtime,
+        )
+        try:
+            made = await self._daemon.create("", settings, host)
+        except Refused:
+            return False
+        await self._reaper.container(made)
+        return True

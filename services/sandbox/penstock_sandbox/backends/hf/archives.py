@@ -1,0 +1,142 @@
+"""What goes into jobs, kept on this machine: packed toolboxes, and layers: what a prepared sandbox differed by.
+
+Invariants
+- Nothing here outlives the service: what a killed one left is removed at the start.
+- A layer is there whole, with the digest that its sandbox told, or not at all.
+- Toolboxes are packed once for all who ask at the same time; a few of those that nobody uses are kept for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import shutil
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_sandbox.backends.attended.toolboxes import folders, pack
+from penstock_sandbox.backends.base import MountedToolbox, SealedLayer
+from penstock_sandbox.backends.hf.carrying import Archive, capture
+from penstock_sandbox.backends.hf.sandbox import HfSandbox
+
+_UNUSED_KEPT = 4
+_Key = tuple[tuple[str, str], ...]
+
+
+class Archives:
+    """All archives under ``folder``; a layer may have ``layer_bytes`` of files."""
+
+    def __init__(self, folder: Path, layer_bytes: int) -> None:
+        self._folder = folder
+        self._layer_bytes = layer_bytes
+        self._layers: dict[str, Archive] = {}
+        # The least recently used first.
+        self._packed: OrderedDict[_Key, _Packed] = OrderedDict()
+
+    def open(self) -> None:
+        """Begin with nothing."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(mode=0o700, parents=True)
+
+    async def aclose(self) -> None:
+        """Remove everything."""
+        await asyncio.gather(*(packed.made for packed in self._packed.values()), return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    # Layers ------------------------------------------------------------------------------------------------------
+
+    def __contains__(self, layer_id: str) -> bool:
+        return layer_id in self._layers
+
+    def layer(self, layer_id: str) -> Archive:
+        """A layer that is there."""
+        return self._layers[layer_id]
+
+    async def seal(self, sandbox: HfSandbox, layer_id: str) -> SealedLayer:
+        """End the sandbox and keep what it differs by. Raises FailedPrecondition (SEAL_FAILED)."""
+        failure: PenstockError | None = None
+        wanted = True
+
+        async def keep() -> None:
+            nonlocal failure
+            try:
+                made = await capture(sandbox.remote, sandbox.place, self._folder / layer_id, self._layer_bytes)
+            except PenstockError as error:
+                failure = error
+                return
+            self._layers[layer_id] = made
+            if not wanted:
+                self._forget(layer_id)
+
+        sandbox.keep = keep
+        try:
+            await sandbox.destroy()
+        except BaseException:
+            # The end goes on behind the caller, who is told of no layer.
+            wanted = False
+            self._forget(layer_id)
+            raise
+        if layer_id not in self._layers:
+            raise FailedPrecondition(
+                f"what the sandbox holds could not be kept: {failure.message if failure else 'it had ended'}",
+                reason="SEAL_FAILED",
+            ) from failure
+        return SealedLayer(layer_id, self._layers[layer_id].size)
+
+    async def remove(self, layer_id: str) -> None:
+        """Remove a layer; idempotent. Sandboxes made from it live on: each has a copy."""
+        await asyncio.to_thread(self._forget, layer_id)
+
+    def _forget(self, layer_id: str) -> None:
+        archive = self._layers.pop(layer_id, None)
+        if archive is not None:
+            archive.path.unlink(missing_ok=True)
+
+    # Toolboxes ---------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def packed(self, toolboxes: Sequence[MountedToolbox]) -> AsyncIterator[list[Archive]]:
+        """An archive of all of them (none, where there are none), which stays while it is used."""
+        if not toolboxes:
+            yield []
+            return
+        key = tuple(sorted((target, str(source)) for target, source in folders(toolboxes).items()))
+        packed = self._packed.get(key)
+        if packed is None or (packed.made.done() and packed.made.exception() is not None):
+            target = self._folder / f"toolboxes-{secrets.token_hex(8)}"
+            packed = self._packed[key] = _Packed(asyncio.create_task(asyncio.to_thread(_pack, toolboxes, target)))
+        self._packed.move_to_end(key)
+        packed.users += 1
+        try:
+            yield [await asyncio.shield(packed.made)]
+        finally:
+            packed.users -= 1
+            self._trim()
+
+    def _trim(self) -> None:
+        unused = [key for key, packed in self._packed.items() if not packed.users and packed.made.done()]
+        for key in unused[: max(0, len(unused) - _UNUSED_KEPT)]:
+            made = self._packed.pop(key).made
+            if made.exception() is None:
+                made.result().path.unlink(missing_ok=True)
+
+
+@dataclass(slots=True)
+class _Packed:
+    made: asyncio.Task[Archive]
+    users: int = 0
+
+
+def _pack(toolboxes: Sequence[MountedToolbox], target: Path) -> Archive:
+    try:
+        with target.open("w+b") as file:
+            pack(toolboxes, file)
+            return Archive(target, target.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
