@@ -6,8 +6,10 @@ milliseconds), so a service calls it off its event loop.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -17,7 +19,7 @@ from penstock_codec.chat import FinishReason, Message, Tool
 from penstock_codec.decoding import Detokenizer
 from penstock_codec.errors import CodecError
 from penstock_codec.files import TokenizerFiles
-from penstock_codec.parsers import CompletionParser, ParsedCompletion, Tag, Vocabulary, choose_grammar, new_call_id
+from penstock_codec.parsers import GRAMMARS, CompletionParser, Mark, ParsedCompletion, Vocabulary, choose_grammar
 from penstock_codec.segments import Segments
 from penstock_codec.splice import Continuation, Inexact, IntArray, Splicer
 from penstock_codec.template import ChatTemplate
@@ -55,16 +57,29 @@ class Codec:
             if stop is None:
                 raise CodecError("TOKEN_ID_INVALID", f"stop token id {index} is not in the vocabulary")
             stops[stop] = index
-        self._splicer = Splicer(template, self._segments.encode, {**controls, **stops})
+        ends = {text: vocabulary[text] for text in self._grammar.turn_ends if text in controls}
+        meaning = self._grammar.marks
+        think = {
+            mark: tuple(text for text in meaning if meaning[text] is mark)
+            for mark in (Mark.OPEN_THINK, Mark.CLOSE_THINK)
+        }
+        self._splicer = Splicer(
+            template,
+            self._segments.encode,
+            {**controls, **stops},
+            other_ends=ends,
+            thinking=tuple(zip(*think.values(), strict=True)),
+        )
         end = self._splicer.end_of_turn
         self.end_of_turn_id = None if end is None else end.id
         self.stop_token_ids: tuple[int, ...] = tuple(
-            sorted({*files.stop_token_ids, *(() if end is None else (end.id,))})
+            sorted({*files.stop_token_ids, *ends.values(), *(() if end is None else (end.id,))})
         )
-        tags = {vocabulary[tag.value]: tag for tag in Tag if tag.value in vocabulary}
-        silent = frozenset({*controls.values(), *self.stop_token_ids} - tags.keys())
-        self._vocabulary = Vocabulary(tags, silent, frozenset(self.stop_token_ids), self.vocab_size)
-        self._prompt_marks = {index: tag for index, tag in tags.items() if tag in (Tag.OPEN_THINK, Tag.CLOSE_THINK)}
+        self._open_think, self._close_think = think.values()
+        known = {text for grammar in GRAMMARS.values() for text in grammar.marks}
+        markup = {index: text for text, index in vocabulary.items() if text in known}
+        silent = frozenset({*controls.values(), *self.stop_token_ids} - markup.keys())
+        self._vocabulary = Vocabulary(markup, silent, frozenset(self.stop_token_ids), self.vocab_size)
 
     @classmethod
     def load(
@@ -88,6 +103,15 @@ class Codec:
     def parser(self) -> str:
         """The name of the parser in use."""
         return self._grammar.name
+
+    @property
+    def markup(self) -> Mapping[str, Mark]:
+        """The markup that the parser knows, with its meaning."""
+        return self._grammar.marks
+
+    def has_token(self, text: str) -> bool:
+        """Whether the vocabulary has `text` as one token."""
+        return self._tokenizer.token_to_id(text) is not None
 
     def render_text(
         self,
@@ -144,6 +168,24 @@ class Codec:
         """Plain text to int32 ids; the text of special tokens becomes those tokens."""
         return self._segments.encode(text)
 
+    def bytewise(self, text: str) -> IntArray:
+        """Ids for `text`, one for each byte and each added token: valid, yet not those that the tokenizer would choose.
+
+        What a model may sample, for tests of what happens to it then. A stretch with a byte that has no token of its
+        own is encoded as usual.
+        """
+        added, single, marks = self._pieces
+        ids: list[int] = []
+        for piece in marks.split(text):
+            data = piece.encode()
+            if piece in added:
+                ids.append(added[piece])
+            elif all(byte in single for byte in data):
+                ids.extend(single[byte] for byte in data)
+            else:
+                ids.extend(self._encode_batch([piece])[0])
+        return np.asarray(ids, dtype=np.int32)
+
     def decode(self, ids: Sequence[int] | IntArray, *, skip_special: bool = False) -> str:
         """Ids to text; control tokens are shown unless `skip_special`. Raises CodecError TOKEN_ID_INVALID."""
         items = _as_list(ids)
@@ -155,14 +197,19 @@ class Codec:
         return stream.push(items) + stream.flush()
 
     def stream_parser(
-        self, *, prompt_ids: Sequence[int] | IntArray = (), call_id: Callable[[], str] = new_call_id
+        self,
+        *,
+        prompt_ids: Sequence[int] | IntArray = (),
+        tools: Sequence[Tool] = (),
+        call_id: Callable[[], str] | None = None,
     ) -> CompletionParser:
         """A parser to feed as ids come. `prompt_ids` tells it whether the prompt already opened the reasoning."""
         return CompletionParser(
             self._grammar,
             self._vocabulary,
             self._detokenizer,
-            reasoning_open=self._reasoning_open(_as_list(prompt_ids[-PROMPT_TAIL:])),
+            tools=tools,
+            reasoning_open=self.reasoning_open(prompt_ids),
             call_id=call_id,
         )
 
@@ -171,24 +218,41 @@ class Codec:
         ids: Sequence[int] | IntArray,
         *,
         prompt_ids: Sequence[int] | IntArray = (),
+        tools: Sequence[Tool] = (),
         finish_reason: FinishReason | None = None,
-        call_id: Callable[[], str] = new_call_id,
+        call_id: Callable[[], str] | None = None,
     ) -> ParsedCompletion:
-        """A whole completion, its stop token included, as an assistant message. Never raises on any ids."""
-        parser = self.stream_parser(prompt_ids=prompt_ids, call_id=call_id)
+        """A whole completion, its stop token included, as an assistant message. Never raises on any ids.
+
+        `tools` are the request's, for families that write arguments without their types (Qwen3-Coder, GLM).
+        """
+        parser = self.stream_parser(prompt_ids=prompt_ids, tools=tools, call_id=call_id)
         parser.feed(_as_list(ids))
         return parser.finish(finish_reason)[1]
 
-    def _reasoning_open(self, tail: list[int]) -> bool:
-        if Tag.OPEN_THINK not in self._grammar.tags:
+    def reasoning_open(self, prompt_ids: Sequence[int] | IntArray) -> bool:
+        """Whether a prompt ends inside reasoning that it opened itself; only its end is looked at."""
+        if not self._open_think:
             return False
+        tail = _as_list(prompt_ids[-PROMPT_TAIL:])
         start = max((at + 1 for at, index in enumerate(tail) if index in self._vocabulary.silent_ids), default=0)
         turn = tail[start:]
-        if Tag.OPEN_THINK not in self._vocabulary.tag_ids.values():
-            text = self.decode(turn)
-            return text.rfind(Tag.OPEN_THINK.value) > text.rfind(Tag.CLOSE_THINK.value)
-        marks = [tag for index in turn if (tag := self._prompt_marks.get(index)) is not None]
-        return bool(marks) and marks[-1] is Tag.OPEN_THINK
+        marks = [self._vocabulary.markup_ids.get(index) for index in turn]
+        as_tokens = [text for text in marks if text in self._open_think or text in self._close_think]
+        if as_tokens:
+            return as_tokens[-1] in self._open_think
+        spelled = set(self._open_think) - set(self._vocabulary.markup_ids.values())
+        if not spelled:
+            return False
+        text = self.decode(turn)
+        opened = max(text.rfind(item) for item in spelled)
+        return opened > max(text.rfind(item) for item in self._close_think)
+
+    @cached_property
+    def _pieces(self) -> tuple[dict[str, int], dict[int, int], re.Pattern[str]]:
+        added = {token.content: index for index, token in self._tokenizer.get_added_tokens_decoder().items()}
+        marks = "|".join(re.escape(item) for item in sorted(added, key=len, reverse=True)) or "(?!)"
+        return added, self._detokenizer.single_bytes(), re.compile(f"({marks})")
 
     def _encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         try:

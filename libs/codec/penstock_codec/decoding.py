@@ -61,6 +61,10 @@ class Detokenizer:
         """A fresh stream."""
         return TextStream(self._table, strip=self._strip)
 
+    def single_bytes(self) -> dict[int, int]:
+        """An id for each byte that a token stands for alone."""
+        return {text[0]: index for index, text in enumerate(self._table) if len(text) == 1}
+
 
 def _byte_table(tokenizer: Tokenizer) -> tuple[list[bytes], bool]:
     """Each id's bytes, and whether decoding drops a text's first space."""

@@ -31,7 +31,7 @@ from penstock_codec.template import ChatTemplate
 
 IntArray = NDArray[np.int32]
 SHAPES_KEPT = 1024
-_THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
+_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,29 @@ class Splicer:
     """Exact continuation for one template and tokenizer. Safe to use from several threads."""
 
     def __init__(
-        self, template: ChatTemplate, encode: Callable[[str], IntArray], special_tokens: Mapping[str, int]
+        self,
+        template: ChatTemplate,
+        encode: Callable[[str], IntArray],
+        special_tokens: Mapping[str, int],
+        *,
+        other_ends: Mapping[str, int] | None = None,
+        thinking: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """`encode` maps text to ids without adding any; `special_tokens` maps the text of special tokens to ids."""
+        """`encode` maps text to ids without adding any; `special_tokens` maps the text of special tokens to ids.
+
+        `other_ends` are tokens that may end a turn beside the one that the template shows after a plain answer;
+        `thinking` is the markup around reasoning.
+        """
         self._template = template
         self._encode = encode
+        pairs = "|".join(f"{re.escape(opening)}.*?{re.escape(closing)}" for opening, closing in thinking)
+        self._thinking = re.compile(pairs or r"(?!)", re.DOTALL)
         self._mark = "probe" + secrets.token_hex(12)
         self._shapes: OrderedDict[tuple[Any, ...], _Probe | Inexact] = OrderedDict()
         self.end_of_turn = self._find_end_of_turn(special_tokens)
+        end = {} if self.end_of_turn is None else {self.end_of_turn.text: self.end_of_turn.id}
+        self._ends: Mapping[str, int] = {**(other_ends or {}), **end}
+        self._end = re.compile("|".join(re.escape(text) for text in self._ends))
 
     def continuation(
         self,
@@ -94,8 +109,10 @@ class Splicer:
             raise ValueError("history ends with the assistant's message")
         if self.end_of_turn is None:
             return Inexact("NO_END_OF_TURN", "the template does not close an assistant turn with a special token")
-        turn = self._marked(history[-1])
         kwargs = dict(template_kwargs or {})
+        # Some templates write one call a turn only, whatever the model does: the last one then stands for all.
+        alone = len(history[-1].tool_calls) > 1 and self._refuses_several(history[-1], tools, kwargs)
+        turn = self._marked(history[-1], alone=alone)
         try:
             shape = self._shape(turn, new, tools, add_generation_prompt, kwargs)
             if isinstance(shape, Inexact):
@@ -113,10 +130,10 @@ class Splicer:
         if isinstance(tail, Inexact):
             return tail
         # The end of turn is encoded along, so that the tail is tokenised as text after a special token is.
-        ids = self._encode(self.end_of_turn.text + tail.after)
-        if ids.size == 0 or ids[0] != self.end_of_turn.id:
+        ids = self._encode(tail.end + tail.after)
+        if ids.size == 0 or ids[0] != self._ends[tail.end]:
             return Inexact("NO_END_OF_TURN", "the tokenizer does not keep the end of a turn as one token")
-        closing = 0 if last_id == self.end_of_turn.id else 1
+        closing = 0 if last_id in self._ends.values() else 1
         return Continuation(ids[1 - closing :], closing)
 
     def _shape(
@@ -162,8 +179,11 @@ class Splicer:
         if isinstance(base, Inexact):
             return base
         # Dropping old reasoning is no rewrite for us: the ids that were sampled stay as they are.
-        if _without_thinking(longer.before) != _without_thinking(base.before):
-            return Inexact("TEMPLATE_REWRITES_HISTORY", "new messages change the text that stands before them")
+        if self._without_thinking(longer.before) != self._without_thinking(base.before):
+            change = _first_change(base.before, longer.before)
+            return Inexact(
+                "TEMPLATE_REWRITES_HISTORY", f"new messages change the text that stands before them: {change}"
+            )
         try:
             short = self._tail([Message.user("q"), turn], new, (), add_generation_prompt, kwargs)
         except CodecError:
@@ -180,24 +200,38 @@ class Splicer:
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> _Split | Inexact:
-        assert self.end_of_turn is not None
         text = self._template.render(
             [*history, *new], tools, add_generation_prompt=add_generation_prompt, template_kwargs=kwargs
         )
         before, found, rest = text.partition(self._mark)
         if not found or self._mark in rest:
             return Inexact("TEMPLATE_HIDES_TURN", "the template does not show an assistant turn exactly once")
-        _, closed, after = rest.partition(self.end_of_turn.text)
-        if not closed:
+        closed = self._end.search(rest)
+        if closed is None:
             return Inexact("NO_END_OF_TURN", "the template does not close this turn")
-        return _Split(before, after)
+        return _Split(before, closed.group(), rest[closed.end() :])
 
-    def _marked(self, turn: Message) -> Message:
-        """A turn of the same kind as `turn` that holds the mark once, as the last thing in it."""
+    def _refuses_several(self, turn: Message, tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> bool:
+        try:
+            self._template.render(
+                [Message.user("q"), self._marked(turn)], tools, add_generation_prompt=False, template_kwargs=kwargs
+            )
+        except CodecError:
+            return True
+        return False
+
+    def _without_thinking(self, text: str) -> str:
+        return "".join(self._thinking.sub("", text).split())  # the white space around it goes with it
+
+    def _marked(self, turn: Message, *, alone: bool = False) -> Message:
+        """A turn of the same kind as `turn` that holds the mark once, as the last thing in it.
+
+        `alone`: with its last call only.
+        """
         if not turn.tool_calls:
             return Message.assistant(self._mark)
         *first, last = turn.tool_calls
-        calls = [ToolCallPart(call.id, call.name, "{}") for call in first]
+        calls = [] if alone else [ToolCallPart(call.id, call.name, "{}") for call in first]
         return Message.assistant("", *calls, ToolCallPart(last.id, last.name, f'{{"probe": "{self._mark}"}}'))
 
     def _find_end_of_turn(self, special_tokens: Mapping[str, int]) -> EndOfTurn | None:
@@ -215,11 +249,15 @@ class Splicer:
         return EndOfTurn(closing, special_tokens[closing])
 
 
-def _without_thinking(text: str) -> str:
-    return "".join(_THINKING.sub("", text).split())  # the white space around it goes with it
+def _first_change(old: str, new: str) -> str:
+    """Where two texts part, in a few words of each."""
+    at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    start = max(0, at - _SHOWN // 2)
+    return f"{old[start : at + _SHOWN]!r} becomes {new[start : at + _SHOWN]!r}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
     before: str  # up to the mark
+    end: str  # what closes the marked turn
     after: str  # behind the end of the marked turn

@@ -9,7 +9,10 @@ they are the user's words.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -21,9 +24,11 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool
+from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart
 from penstock_codec.errors import CodecError
 
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_ALPHABET = string.ascii_letters + string.digits
 _INSTRUCTING = (Role.SYSTEM, Role.DEVELOPER)
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -53,6 +58,10 @@ class ChatTemplate:
         self.renders_call_ids = "tool_call_id" in text or "tool_call.id" in text
         self._knows_developer = "developer" in text
         self._special_tokens = dict(special_tokens)
+        self._short_ids = False
+        self._short_ids = (
+            "tool_calls" in text and self._refuses_ids("call_0123456789") and not self._refuses_ids("a1b2c3d4e")
+        )
         self._late_instructions = self._takes_late_instructions()
 
     def render(
@@ -86,14 +95,30 @@ class ChatTemplate:
         except Exception as error:  # a template is a program of the model's author: whatever it raises is its refusal
             raise CodecError("TEMPLATE_REFUSED", f"the chat template refused the conversation: {error}") from error
 
-    def _takes_late_instructions(self) -> bool:
-        """Whether a system message may follow a user's. Some templates refuse it, some leave it out."""
-        self._late_instructions = True
-        probe = "late instruction"
+    def _refuses_ids(self, call_id: str) -> bool:
+        call = ToolCallPart(call_id, "f", "{}")
         try:
-            return probe in self.render([Message.user("q"), Message.system(probe)])
+            self.render([Message.user("q"), Message.assistant("", call), Message.tool(call_id, "r")])
+        except CodecError:
+            return True
+        return False
+
+    def _id(self, call_id: str) -> str:
+        """A call's id as the template takes it: some (Mistral) refuse all but nine letters and digits."""
+        if not self._short_ids or _SHORT_ID.fullmatch(call_id):
+            return call_id
+        number = int.from_bytes(hashlib.blake2b(call_id.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+        return "".join(_ALPHABET[number // 62**place % 62] for place in range(9))
+
+    def _takes_late_instructions(self) -> bool:
+        """Whether a system message may follow a user's. Some templates refuse it, leave it out or put it first."""
+        self._late_instructions = True
+        question, probe = "early question", "late instruction"
+        try:
+            text = self.render([Message.user(question), Message.system(probe)])
         except CodecError:
             return False
+        return 0 <= text.find(question) < text.find(probe)
 
     def _placed(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages, with instructions that come too late for the template at the end of the user's words."""
@@ -119,7 +144,11 @@ class ChatTemplate:
             # user's.
             items: list[dict[str, Any]] = []
             for result in message.tool_results:
-                item: dict[str, Any] = {"role": "tool", "content": result.text, "tool_call_id": result.call_id}
+                item: dict[str, Any] = {
+                    "role": "tool",
+                    "content": result.text,
+                    "tool_call_id": self._id(result.call_id),
+                }
                 if result.name is not None:
                     item["name"] = result.name
                 items.append(item)
@@ -138,7 +167,7 @@ class ChatTemplate:
         if message.tool_calls:
             item["tool_calls"] = [
                 {
-                    "id": call.id,
+                    "id": self._id(call.id),
                     "type": "function",
                     "function": {"name": call.name, "arguments": _arguments(call.arguments_json)},
                 }

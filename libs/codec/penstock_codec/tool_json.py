@@ -1,14 +1,18 @@
 """Tool calls written as JSON by a model: bounded, strict, and exact about what was written.
 
-A call is an object with exactly `name` (a string) and `arguments` (an object). The arguments come back as the very text
-that was sampled. Nothing is repaired or guessed: what is not such an object is malformed, with the reason.
+A call is an object with exactly `name` (a string) and `arguments` (an object), or what its family calls them. The
+arguments come back as the very text that was sampled. Nothing is repaired or guessed: what is not such an object is
+malformed, with the reason.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
 
 MAX_CALL_CHARS = 1 << 20
 MAX_DEPTH = 64
@@ -16,14 +20,16 @@ MAX_NAME_CHARS = 256
 
 _STRUCTURAL = re.compile(r'["\\\[\]{}]')
 _SPACE = re.compile(r"[ \t\r\n]*")
+_NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """A well-formed call: the tool's name and the arguments exactly as written."""
+    """A well-formed call: the tool's name, the arguments exactly as written, the id if the model wrote one."""
 
     name: str
     arguments_json: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,87 @@ class JsonTracker:
 
 def parse_call(text: str) -> CallText | Malformed:
     """Read one call. Never raises."""
+    calls = parse_calls(text)
+    return calls if isinstance(calls, Malformed) else calls[0]
+
+
+def parse_calls(
+    text: str,
+    *,
+    separator: str | None = None,
+    brackets: bool = False,
+    arguments: str = "arguments",
+    identifier: str | None = None,
+    constants: Mapping[str, str] = _NOTHING,
+) -> Sequence[CallText] | Malformed:
+    """Read one call, or with a `separator` one or more, all or none. Never raises.
+
+    With `brackets` they may stand in a list. `arguments` is the member that holds them. Allowed beside it and `name`
+    are `identifier`, a string, and the members of `constants` with exactly that JSON.
+    """
+    checked = _checked(text)
+    if isinstance(checked, Malformed):
+        return checked
+    text = checked
+    try:
+        listed = brackets and text.startswith("[")
+        at = _skip_space(text, 1) if listed else 0
+        objects: list[dict[str, str] | None] = []
+        while True:
+            members, at = _members(text, at)
+            objects.append(members)
+            at = _skip_space(text, at)
+            if separator is None or text[at : at + 1] != separator:
+                break
+            at = _skip_space(text, at + 1)
+            if at == len(text):
+                break  # a separator may also end
+        if listed:
+            if text[at : at + 1] != "]":
+                raise ValueError("a list is closed")
+            at = _skip_space(text, at + 1)
+        if at != len(text):
+            raise ValueError("text after the object")
+    except ValueError:
+        return Malformed("NOT_JSON")
+    calls = [None if item is None else _call(item, arguments, identifier, constants) for item in objects]
+    whole = [call for call in calls if call is not None]
+    return whole if len(whole) == len(calls) else Malformed("NOT_A_CALL")
+
+
+def read_arguments(text: str) -> str | Malformed:
+    """An object of arguments that stands on its own, as written but for white space around it. Never raises."""
+    checked = _checked(text)
+    if isinstance(checked, Malformed):
+        return checked
+    try:
+        value = _DECODER.decode(checked)
+    except ValueError:
+        return Malformed("NOT_JSON")
+    return checked if isinstance(value, dict) else Malformed("NOT_A_CALL")
+
+
+@dataclass(frozen=True, slots=True)
+class JsonValue:
+    """A JSON value and the text that it was read from."""
+
+    value: Any
+    text: str
+
+
+def parse_value(text: str) -> JsonValue | None:
+    """A JSON value; None for what is none, or too deep or large. Never raises."""
+    checked = _checked(text)
+    if isinstance(checked, Malformed):
+        return None
+    try:
+        return JsonValue(_DECODER.decode(checked), checked)
+    except ValueError:
+        return None
+
+
+def _checked(text: str) -> str | Malformed:
+    """The text without space around it, if it is worth reading."""
     if len(text) > MAX_CALL_CHARS:
         return Malformed("TOO_LARGE")
     text = text.strip(" \t\r\n")
@@ -78,57 +165,62 @@ def parse_call(text: str) -> CallText | Malformed:
         return Malformed("EMPTY")
     tracker = JsonTracker()
     tracker.feed(text)
-    if tracker.deepest > MAX_DEPTH:
-        return Malformed("TOO_DEEP")
-    try:
-        members = _members(text)
-    except ValueError:
-        return Malformed("NOT_JSON")
-    if members is None or set(members) != {"name", "arguments"}:
-        return Malformed("NOT_A_CALL")
-    name_text, arguments = members["name"], members["arguments"]
-    if not name_text.startswith('"') or not arguments.startswith("{"):
-        return Malformed("NOT_A_CALL")
+    return Malformed("TOO_DEEP") if tracker.deepest > MAX_DEPTH else text
+
+
+def _call(
+    members: Mapping[str, str], arguments: str, identifier: str | None, constants: Mapping[str, str]
+) -> CallText | None:
+    extra = members.keys() - {"name", arguments}
+    call_id = ""
+    if identifier is not None and identifier in extra:
+        extra.discard(identifier)
+        if not members[identifier].startswith('"'):
+            return None
+        call_id = json.loads(members[identifier])
+    if any(constants.get(key) != members[key] for key in extra):
+        return None
+    name_text, value = members.get("name", ""), members.get(arguments, "")
+    if not name_text.startswith('"') or not value.startswith("{"):
+        return None
     name: str = json.loads(name_text)
     if not name.strip() or len(name) > MAX_NAME_CHARS:
-        return Malformed("NOT_A_CALL")
-    return CallText(name, arguments)
-
-
-def _members(text: str) -> dict[str, str] | None:
-    """Each member of the object `text`, its value as written; None when it is no object or names a member twice."""
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    if not text.startswith("{"):
-        decoder.decode(text)
         return None
+    return CallText(name, value, call_id)
+
+
+def _members(text: str, at: int) -> tuple[dict[str, str] | None, int]:
+    """Each member of the object at `at`, its value as written, and where it ends.
+
+    None for members when it is no object or names a member twice. Raises ValueError for what is no JSON.
+    """
+    if text[at : at + 1] != "{":
+        _, end = _DECODER.raw_decode(text, at)
+        return None, end
     members: dict[str, str] = {}
     unique = True
-    at = _skip_space(text, 1)
+    at = _skip_space(text, at + 1)
     if text[at : at + 1] == "}":
+        return members, at + 1
+    while True:
+        if text[at : at + 1] != '"':
+            raise ValueError("a member's name is a string")
+        key, at = _DECODER.raw_decode(text, at)
+        at = _skip_space(text, at)
+        if text[at : at + 1] != ":":
+            raise ValueError("a member's value follows a colon")
+        start = _skip_space(text, at + 1)
+        _, at = _DECODER.raw_decode(text, start)
+        unique = unique and key not in members
+        members[key] = text[start:at]
+        at = _skip_space(text, at)
+        mark = text[at : at + 1]
         at += 1
-    else:
-        while True:
-            if text[at : at + 1] != '"':
-                raise ValueError("a member's name is a string")
-            key, at = decoder.raw_decode(text, at)
-            at = _skip_space(text, at)
-            if text[at : at + 1] != ":":
-                raise ValueError("a member's value follows a colon")
-            start = _skip_space(text, at + 1)
-            _, at = decoder.raw_decode(text, start)
-            unique = unique and key not in members
-            members[key] = text[start:at]
-            at = _skip_space(text, at)
-            mark = text[at : at + 1]
-            at += 1
-            if mark == "}":
-                break
-            if mark != ",":
-                raise ValueError("members are separated by commas")
-            at = _skip_space(text, at)
-    if at != len(text):
-        raise ValueError("text after the object")
-    return members if unique else None
+        if mark == "}":
+            return (members if unique else None), at
+        if mark != ",":
+            raise ValueError("members are separated by commas")
+        at = _skip_space(text, at)
 
 
 def _skip_space(text: str, at: int) -> int:
@@ -138,3 +230,6 @@ def _skip_space(text: str, at: int) -> int:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
+
+
+_DECODER: Final = json.JSONDecoder(parse_constant=_refuse_constant)

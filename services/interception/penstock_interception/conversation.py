@@ -69,12 +69,15 @@ class Conversation:
             raise FailedPrecondition("The rollout's source has no tokenizer.", reason="TOKENIZER_ABSENT")
         return int(self.plan(request, (), body_length).prompt_ids.size)
 
-    def parse(self, plan: Plan, completion: Completion) -> ParsedAnswer | None:
+    def parse(self, plan: Plan, completion: Completion, tools_sha256: bytes) -> ParsedAnswer | None:
         """What the completion's tokens say; None without tokens or without a tokenizer. CPU work."""
         if completion.tokens is None or self._codec is None:
             return None
         parsed = self._codec.parse(
-            completion.tokens.ids, prompt_ids=plan.prompt_ids[-64:], finish_reason=completion.finish_reason
+            completion.tokens.ids,
+            prompt_ids=plan.prompt_ids[-64:],
+            tools=self.tools.get(tools_sha256, ()),
+            finish_reason=completion.finish_reason,
         )
         return ParsedAnswer(parsed.message, parsed.finish_reason)
 

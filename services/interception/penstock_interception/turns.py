@@ -181,10 +181,11 @@ class Turns:
         plan = call.plan
         if plan is None:
             raise RuntimeError("an answer was accepted before its prompt was made")
+        tools = call.arrival.tools_sha256
         if completion.count <= INLINE_TOKENS:
-            parsed = conversation.parse(plan, completion)
+            parsed = conversation.parse(plan, completion, tools)
         else:
-            parsed = await self.elsewhere(lambda: conversation.parse(plan, completion))
+            parsed = await self.elsewhere(lambda: conversation.parse(plan, completion, tools))
         return conversation.record(call, completion, parsed, answerer)
 
     def forget(self, rollout: Rollout) -> None:

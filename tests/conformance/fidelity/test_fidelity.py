@@ -1,20 +1,19 @@
-"""Token fidelity: after any echo that real clients make, the next prompt starts with exactly what was seen and sampled.
+"""What calls are to each other: a changed history opens a branch with its label, and each token is trained once.
 
-The first seven cases are the table in which no system before this one was exact throughout. The engine's tokens are
-never those that the tokenizer would choose (one per byte), and its JSON has odd spacing: whoever renders or tokenises
-anything anew is found out.
+`test_cases.py` has what every family of models has to keep exact. The engine's tokens are never those that the
+tokenizer would choose (one per byte), and its JSON has odd spacing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import pytest
 
 from penstock_codec import Codec
-from penstock_codec.chat import FinishReason, Message, ReasoningPart, Role, TextPart, Tool, ToolCallPart
+from penstock_codec.chat import FinishReason, Message, Tool
 from penstock_interception.graph import CallClass, CallHints, CallNode, Plan, TokenGraph
 
 START = [Message.system("You are a shell agent."), Message.user("Read the note.")]
@@ -54,186 +53,9 @@ class Conversation(Protocol):
     def continues(self, later: CallNode, earlier: CallNode) -> bool: ...
 
 
-def reserialised(message: Message, arguments: str) -> Message:
-    """The message with its first call's arguments written anew."""
-    parts = [
-        ToolCallPart(part.id, part.name, arguments) if isinstance(part, ToolCallPart) else part
-        for part in message.parts
-    ]
-    return Message(message.role, tuple(parts))
-
-
-def without_reasoning(message: Message) -> Message:
-    """The message as clients that know no reasoning echo it."""
-    return Message(message.role, tuple(part for part in message.parts if not isinstance(part, ReasoningPart)))
-
-
-def with_text(message: Message, change: Callable[[str], str]) -> Message:
-    """The message with its text changed."""
-    parts = [TextPart(change(part.text)) if isinstance(part, TextPart) else part for part in message.parts]
-    return Message(message.role, tuple(parts))
-
-
 def result_of(message: Message, text: str = "kiwi") -> Message:
     """A tool's answer to the message's first call."""
     return Message.tool(message.tool_calls[0].id, text)
-
-
-def test_text_that_comes_back_as_it_was_is_exact(conversation: Conversation) -> None:
-    """R82, table case 1: text echo."""
-    first = conversation.call(START, TEXT)
-    second = conversation.call([*START, first.sampled.message, MORE], TEXT)
-    assert conversation.continues(second, first)
-    assert second.branch_id == first.branch_id
-
-
-def test_a_tool_call_that_comes_back_as_it_was_is_exact(conversation: Conversation) -> None:
-    """R82, table case 2: tool call echo."""
-    first = conversation.call(START, CALL)
-    reply = first.sampled.message
-    assert [call.name for call in reply.tool_calls] == ["bash"]
-    assert reply.tool_calls[0].arguments_json == '{"n": 1.0,"command" : "cat  \\u00e9.txt","x":[1e2 ]}'
-    second = conversation.call([*START, reply, result_of(reply)], TEXT)
-    assert conversation.continues(second, first)
-    assert second.branch_id == first.branch_id
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        '{"n":1,"command":"cat  é.txt","x":[100]}',
-        '{"command": "cat  \\u00E9.txt", "n": 1.0, "x": [100.0]}',
-        '{\n  "x": [\n    1E2\n  ],\n  "n": 1e0,\n  "command": "cat  é.txt"\n}',
-    ],
-)
-def test_arguments_that_the_client_wrote_anew_are_exact(conversation: Conversation, arguments: str) -> None:
-    """R82, table case 3: tool arguments re-serialised by the client."""
-    first = conversation.call(START, CALL)
-    reply = reserialised(first.sampled.message, arguments)
-    second = conversation.call([*START, reply, result_of(reply)], TEXT)
-    assert conversation.continues(second, first)
-
-
-@pytest.mark.parametrize("follow", ["user", "tool"])
-def test_reasoning_that_comes_back_is_exact(conversation: Conversation, follow: str) -> None:
-    """R82, table case 4: reasoning echoed."""
-    completion = THOUGHT if follow == "user" else THOUGHT.replace("<|im_end|>", "\n" + CALL)
-    first = conversation.call(START, completion)
-    reply = first.sampled.message
-    assert reply.reasoning == "The note first ,then the file."
-    second = conversation.call([*START, reply, MORE if follow == "user" else result_of(reply)], TEXT)
-    assert conversation.continues(second, first)
-
-
-@pytest.mark.parametrize("follow", ["user", "tool"])
-def test_reasoning_that_the_client_dropped_is_exact(conversation: Conversation, follow: str) -> None:
-    """R82, table case 5: the client drops reasoning."""
-    completion = THOUGHT if follow == "user" else THOUGHT.replace("<|im_end|>", "\n" + CALL)
-    first = conversation.call(START, completion)
-    reply = without_reasoning(first.sampled.message)
-    second = conversation.call([*START, reply, MORE if follow == "user" else result_of(reply)], TEXT)
-    assert conversation.continues(second, first)
-
-
-@pytest.mark.parametrize("trim", [str.rstrip, str.strip, lambda text: text + "\n"], ids=["rstrip", "strip", "newline"])
-def test_text_that_the_client_trimmed_is_exact(conversation: Conversation, trim: Callable[[str], str]) -> None:
-    """R82, table case 6: the client strips text."""
-    first = conversation.call(START, "  I will  do that. \n\n<|im_end|>")
-    second = conversation.call([*START, with_text(first.sampled.message, trim), MORE], TEXT)
-    assert conversation.continues(second, first)
-
-
-def test_a_conversation_on_the_side_does_not_disturb_the_main_one(conversation: Conversation) -> None:
-    """R82, R85, table case 7: a side conversation in between."""
-    first = conversation.call(START, CALL)
-    side = conversation.call([Message.system("You name chats."), Message.user("Read the note.")], TEXT, tools=())
-    reply = first.sampled.message
-    second = conversation.call([*START, reply, result_of(reply)], TEXT)
-    assert conversation.continues(second, first)
-    assert second.branch_id == first.branch_id
-    assert side.branch_id != first.branch_id
-    assert conversation.graph.call_classes()[side.call_id] is CallClass.TITLE
-
-
-def test_instructions_in_the_midst_of_a_conversation_are_exact(conversation: Conversation) -> None:
-    """R82: after the user's words, and after a tool's result, whatever the template makes of them."""
-    start = [*START, Message.system("The date is today.")]
-    first = conversation.call(start, CALL)
-    reply = first.sampled.message
-    history = [*start, reply, result_of(reply), Message.system("Be brief.")]
-    second = conversation.call(history, TEXT)
-    assert conversation.continues(second, first)
-    assert "Be brief." in conversation.codec.decode(second.suffix)
-    third = conversation.call([*history, second.sampled.message, MORE, Message.system("Now stop.")], TEXT)
-    assert conversation.continues(third, second)
-    assert third.branch_id == first.branch_id
-
-
-def test_two_results_of_one_turn_are_exact(conversation: Conversation) -> None:
-    """R82: parallel tool calls and their results."""
-    first = conversation.call(START, TWO_CALLS)
-    reply = first.sampled.message
-    assert [call.arguments_json for call in reply.tool_calls] == ['{ "command":"a"}', '{ "command":"b"}']
-    results = [Message.tool(call.id, f"out {i}") for i, call in enumerate(reply.tool_calls)]
-    second = conversation.call([*START, reply, *results], TEXT)
-    assert conversation.continues(second, first)
-    shown = conversation.codec.decode(second.suffix)
-    assert "out 0" in shown
-    assert "out 1" in shown
-
-
-def test_a_turn_that_was_cut_off_is_closed_as_context(conversation: Conversation) -> None:
-    """R82, R84: the close of a truncated turn is context, never trained."""
-    first = conversation.call(START, "I will do th", finish=FinishReason.LENGTH)
-    second = conversation.call([*START, first.sampled.message, MORE], TEXT)
-    assert conversation.continues(second, first)
-    end = conversation.codec.end_of_turn_id
-    assert second.suffix[0] == end
-    (sample,) = conversation.graph.samples()
-    assert sample.input_ids[first.total] == end
-    assert sample.loss_mask[first.total] == 0
-
-
-def test_a_cut_off_tool_call_comes_back_as_the_text_it_is(conversation: Conversation) -> None:
-    """R80, R82: a malformed call stays text for the agent and exact tokens for the engine."""
-    first = conversation.call(START, 'x\n<tool_call>\n{"name": "ba', finish=FinishReason.LENGTH)
-    assert first.sampled.message == Message.assistant('x\n<tool_call>\n{"name": "ba')
-    second = conversation.call([*START, first.sampled.message, MORE], TEXT)
-    assert conversation.continues(second, first)
-
-
-def test_a_reply_that_comes_back_in_several_messages_is_exact(conversation: Conversation) -> None:
-    """R82: some clients echo text and tool calls as messages of their own."""
-    first = conversation.call(START, CALL)
-    reply = first.sampled.message
-    pieces = [Message(Role.ASSISTANT, (part,)) for part in reply.parts]
-    second = conversation.call([*START, *pieces, result_of(reply)], TEXT)
-    assert conversation.continues(second, first)
-
-
-def test_reasoning_that_comes_back_inside_the_text_is_exact(conversation: Conversation) -> None:
-    """R82: some clients put reasoning back inline, in think tags."""
-    first = conversation.call(START, THOUGHT)
-    reply = first.sampled.message
-    inline = Message.assistant(f"<think>\n{reply.reasoning}\n</think>\n\n{reply.text}")
-    second = conversation.call([*START, inline, MORE], TEXT)
-    assert conversation.continues(second, first)
-
-
-def test_many_turns_stay_exact_throughout(conversation: Conversation) -> None:
-    """R82: the property is kept over a long conversation with every kind of turn."""
-    messages = list(START)
-    before = None
-    for turn, completion in enumerate([CALL, THOUGHT, TWO_CALLS, TEXT, CALL, "cut", THOUGHT, CALL] * 3):
-        finish = FinishReason.LENGTH if completion == "cut" else None
-        node = conversation.call(messages, completion, finish=finish)
-        if before is not None:
-            assert conversation.continues(node, before), turn
-        before = node
-        reply = without_reasoning(node.sampled.message)
-        answers = [Message.tool(call.id, f"result {turn}") for call in reply.tool_calls]
-        messages += [reply, *(answers or [MORE])]
-    assert len(conversation.graph.branches()) == 1
 
 
 def test_a_compacted_history_opens_a_labelled_branch(conversation: Conversation) -> None:

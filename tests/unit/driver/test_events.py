@@ -89,7 +89,7 @@ def test_the_direct_evaluation_of_an_expression_is_jmespaths_own(value: object) 
 
 
 def test_the_lines_of_the_real_agents_are_understood() -> None:
-    """R71: as OpenCode 1.18.33, Pi 0.74.2, Codex 0.169.0, Gemini CLI 0.61.0 and Qwen Code 0.15.10 wrote them, shortened."""
+    """R71: as OpenCode 1.18.33, Pi 0.74.2, Codex 0.169.0, Gemini CLI 0.61.0 and Qwen Code 0.15.10 wrote them, cut."""
 
     def kinds(agent: str, *lines: object) -> list[tuple[str, object]]:
         parser = EventParser(SPECS[agent].events.rules)

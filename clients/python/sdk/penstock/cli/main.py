@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import agents, credentials, doctor, export, rollout, up, verify
+from penstock.cli import agents, conformance, credentials, doctor, export, rollout, up, verify
 from penstock.cli.console import EXIT_CODES, out
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command()(doctor.doctor)
 app.command()(credentials.credentials)
 app.command()(export.export)
 app.command()(verify.verify)
+app.command()(conformance.conformance)
 
 
 @app.command()

@@ -1,0 +1,292 @@
+"""The machine that all families share: ids in, deltas and at last a message out; a grammar says what markup means.
+
+Markup is found by token id where the vocabulary has it as one token, so that text which merely spells it is text; else
+by text. A malformed tool call stays in the message as the text that it is, with a flag. No ids whatever make a parser
+raise, and its work is linear in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from penstock_codec.chat import FinishReason, Message, Part, ReasoningPart, Role, TextPart, Tool, ToolCallPart
+from penstock_codec.decoding import Detokenizer
+from penstock_codec.parsers.grammar import Grammar, Mark
+from penstock_codec.parsers.scanner import Markup, MarkupScanner
+from penstock_codec.tool_json import MAX_CALL_CHARS, CallText, JsonTracker, Malformed
+
+MAX_CALLS = 128
+_BARE_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedCall:
+    """A tool call that is none: its text with markup, white space at its end apart, and why (tool_json.Malformed)."""
+
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCompletion:
+    """What a completion says. `malformed` calls are part of the message's text."""
+
+    message: Message
+    finish_reason: FinishReason
+    malformed: tuple[MalformedCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More visible text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A whole tool call, the `index`-th of the completion: announced once it is known to be well formed."""
+
+    index: int
+    call: ToolCallPart
+
+
+Delta: TypeAlias = TextDelta | ReasoningDelta | ToolCallDelta
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a parser has to know of the tokens: markup that is one id, control ids without text, ids that end a turn."""
+
+    markup_ids: Mapping[int, str]
+    silent_ids: frozenset[int]
+    stop_ids: frozenset[int]
+    size: int
+
+
+class CompletionParser:
+    """Reads one completion. Feed it ids, then finish it; the deltas add up to the message."""
+
+    def __init__(
+        self,
+        grammar: Grammar,
+        vocabulary: Vocabulary,
+        detokenizer: Detokenizer,
+        *,
+        tools: Sequence[Tool] = (),
+        reasoning_open: bool = False,
+        call_id: Callable[[], str] | None = None,
+    ) -> None:
+        """`reasoning_open`: the prompt ends inside reasoning that it opened itself.
+
+        `tools` are those of the request: families that write values without types take the types from them. `call_id`
+        makes ids for calls without one; the grammar's own by default.
+        """
+        self._grammar = grammar
+        self._vocabulary = vocabulary
+        self._text = detokenizer.stream()
+        self._tools = tools
+        self._call_id = call_id or grammar.new_call_id
+        self._markup = {index: Markup(text) for index, text in vocabulary.markup_ids.items() if text in grammar.marks}
+        self._scanner = MarkupScanner(grammar.marks.keys() - {item.text for item in self._markup.values()})
+        self._state = _State.THINK if reasoning_open else _State.CONTENT
+        self._parts: list[Part] = []
+        self._malformed: list[MalformedCall] = []
+        self._deltas: list[Delta] = []
+        self._ids: set[str] = set()
+        self._calls = 0
+        self._stopped = False
+        # The piece in hand: text or reasoning so far, and the white space that shows only if more follows.
+        self._piece: list[str] = []
+        self._space = ""
+        self._trim = reasoning_open
+        self._answered = False  # there is visible text or a call
+        # The call in hand: the markup that opened it ("" for a bare one), and what came since.
+        self._opening = ""
+        self._body: list[str] = []
+        self._body_chars = 0
+        self._tracker = JsonTracker()
+
+    def feed(self, ids: Sequence[int]) -> list[Delta]:
+        """Take the next ids; answer what became certain."""
+        run: list[int] = []
+        for index in ids:
+            self._stopped = index in self._vocabulary.stop_ids
+            markup = self._markup.get(index)
+            if markup is None:
+                if index not in self._vocabulary.silent_ids and 0 <= index < self._vocabulary.size:
+                    run.append(index)
+                continue
+            self._take_text(self._text.push(run) + self._text.flush())
+            run.clear()
+            for event in self._scanner.flush():
+                self._take(event)
+            self._take(markup)
+        if run:
+            self._take_text(self._text.push(run))
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def finish(self, reason: FinishReason | None = None) -> tuple[list[Delta], ParsedCompletion]:
+        """The last deltas and the whole. `reason` is the engine's; without one, a stop id means STOP, else LENGTH."""
+        self._take_text(self._text.flush())
+        for event in self._scanner.flush():
+            self._take(event)
+        if self._state is _State.CALL:
+            if self._grammar.ends_with_turn:
+                self._close_call("")
+            else:
+                self._reject("UNCLOSED", "")
+        if self._state is _State.CONTENT and (self._piece or not self._calls):
+            self._emit_piece(self._space)
+        self._end_piece()
+        if reason is None:
+            reason = FinishReason.STOP if self._stopped else FinishReason.LENGTH
+        if reason is FinishReason.STOP and self._calls:
+            reason = FinishReason.TOOL_CALLS
+        deltas, self._deltas = self._deltas, []
+        message = Message(Role.ASSISTANT, tuple(self._parts))
+        return deltas, ParsedCompletion(message, reason, tuple(self._malformed))
+
+    def _take_text(self, text: str) -> None:
+        for event in self._scanner.push(text):
+            self._take(event)
+
+    def _take(self, event: Markup | str) -> None:
+        if self._state is _State.CALL:
+            self._take_in_call(event)
+            return
+        if isinstance(event, str):
+            self._take_shown(event)
+            return
+        mark = self._grammar.marks[event.text]
+        if mark is Mark.CLOSE_THINK and self._state is _State.THINK:
+            self._end_piece()
+            self._state, self._trim = _State.CONTENT, True
+        elif self._state is _State.THINK:
+            self._show(event.text)
+        elif mark is Mark.OPEN_THINK:
+            self._end_piece()
+            self._state, self._trim = _State.THINK, True
+        elif mark is Mark.OPEN_CALL:
+            self._open_call(event.text)
+        elif mark is Mark.AROUND:
+            if self._piece or not self._calls:
+                self._space += event.text  # shows only if no call follows
+        else:
+            self._show(event.text)
+
+    def _take_shown(self, text: str) -> None:
+        bare = self._grammar.may_begin_bare
+        if bare is not None and self._state is _State.CONTENT and not self._answered:
+            begun = text.lstrip()
+            if begun.startswith("{"):
+                self._show(text[: len(text) - len(begun)])
+                self._open_call("")
+                self._take_in_call(begun)
+                return
+        self._show(text)
+
+    def _take_in_call(self, event: Markup | str) -> None:
+        grammar = self._grammar
+        if isinstance(event, Markup) and not (grammar.is_json and self._tracker.in_string):
+            mark = grammar.marks[event.text]
+            if mark is Mark.CLOSE_CALL:
+                self._close_call(event.text)
+                return
+            if mark is Mark.OPEN_CALL:
+                if grammar.ends_with_turn:
+                    self._close_call("")
+                else:
+                    self._reject("UNCLOSED", "")
+                self._open_call(event.text)
+                return
+        text = event if isinstance(event, str) else event.text
+        self._body.append(text)
+        before = self._body_chars
+        self._body_chars += len(text)
+        if before <= MAX_CALL_CHARS:
+            self._tracker.feed(text)
+        bare = None if self._opening or before >= _BARE_CHARS else grammar.may_begin_bare
+        if bare is not None and not bare("".join(self._body)[:_BARE_CHARS]):
+            self._reject("", "")
+
+    def _open_call(self, opening: str) -> None:
+        self._state = _State.CALL
+        self._opening = opening
+        self._body, self._body_chars, self._tracker = [], 0, JsonTracker()
+
+    def _close_call(self, closing: str) -> None:
+        read = self._grammar.read_calls("".join(self._body), self._tools)
+        if isinstance(read, Malformed):
+            open_json = self._grammar.is_json and (self._tracker.in_string or self._tracker.depth > 0)
+            self._reject(
+                "UNCLOSED" if read.reason == "NOT_JSON" and open_json and not closing else read.reason, closing
+            )
+        elif self._calls + len(read) > MAX_CALLS:
+            self._reject("TOO_MANY", closing)
+        else:
+            for call in read:
+                self._accept(call)
+
+    def _accept(self, read: CallText) -> None:
+        self._space = ""
+        self._end_piece()
+        call_id = read.id if read.id and read.id not in self._ids else self._call_id()
+        self._ids.add(call_id)
+        call = ToolCallPart(call_id, read.name, read.arguments_json)
+        self._parts.append(call)
+        self._deltas.append(ToolCallDelta(self._calls, call))
+        self._calls += 1
+        self._answered = True
+        self._state, self._trim = _State.CONTENT, True
+
+    def _reject(self, reason: str, closing: str) -> None:
+        text = self._opening + "".join(self._body) + closing
+        if self._opening:  # text that could have been a bare call is no malformed one
+            self._malformed.append(MalformedCall(text.rstrip(), reason))
+        self._state, self._answered = _State.CONTENT, True
+        self._show(text)
+
+    def _show(self, text: str) -> None:
+        """Add to the piece in hand, keeping back white space at its end."""
+        if self._trim:
+            text = text.lstrip("\n")
+            if not text:
+                return
+            self._trim = False
+        body = text.rstrip()
+        if not body:
+            self._space += text
+            return
+        self._emit_piece(self._space + body)
+        self._space = text[len(body) :]
+
+    def _emit_piece(self, text: str) -> None:
+        if text:
+            self._piece.append(text)
+            thinking = self._state is _State.THINK
+            self._answered = self._answered or not thinking
+            self._deltas.append(ReasoningDelta(text) if thinking else TextDelta(text))
+
+    def _end_piece(self) -> None:
+        text = "".join(self._piece)
+        if text:
+            self._parts.append(ReasoningPart(text) if self._state is _State.THINK else TextPart(text))
+        self._piece, self._space, self._trim = [], "", False
+
+
+class _State(Enum):
+    CONTENT = "content"
+    THINK = "think"
+    CALL = "call"

@@ -1,0 +1,50 @@
+"""The grammars that there are, and which of them a chat template speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from penstock_codec.errors import CodecError
+from penstock_codec.parsers.grammar import THINK, Grammar
+from penstock_codec.parsers.hermes import HERMES
+from penstock_codec.parsers.llama3 import LLAMA3
+from penstock_codec.parsers.mistral import MISTRAL
+from penstock_codec.parsers.sections import DEEPSEEK, KIMI
+from penstock_codec.parsers.tagged import GLM, QWEN3_CODER
+
+GRAMMARS: Final[Mapping[str, Grammar]] = {
+    grammar.name: grammar
+    for grammar in (
+        HERMES,
+        LLAMA3,
+        MISTRAL,
+        QWEN3_CODER,
+        DEEPSEEK,
+        KIMI,
+        GLM,
+        Grammar("think", THINK),  # reasoning and text
+        Grammar("none", {}),  # text
+    )
+}
+
+
+def choose_grammar(name: str | None, template: str) -> Grammar:
+    """The grammar by name, or by what the template shows; never a silent default.
+
+    Raises CodecError PARSER_UNKNOWN or PARSER_UNDETECTED, which name what to set.
+    """
+    known = ", ".join(sorted(GRAMMARS))
+    if name is not None:
+        if name not in GRAMMARS:
+            raise CodecError("PARSER_UNKNOWN", f"no parser is called {name!r}; there are: {known}")
+        return GRAMMARS[name]
+    if "tools" not in template:
+        return GRAMMARS["think" if "<think>" in template else "none"]
+    shown = [grammar for grammar in GRAMMARS.values() if grammar.shown_by(template)]
+    if len(shown) == 1:
+        return shown[0]
+    kinds = f"of several kinds ({', '.join(item.name for item in shown)})" if shown else "of no known kind"
+    raise CodecError(
+        "PARSER_UNDETECTED", f"the chat template's tool calls are {kinds}: set the parser to one of {known}"
+    )

@@ -1,0 +1,56 @@
+"""Markup found by text, for vocabularies that have no token for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """A piece of markup that came up, as opposed to text that spells it."""
+
+    text: str
+
+
+class MarkupScanner:
+    """Takes text in pieces; tells markup from text, and holds back what may yet become markup."""
+
+    def __init__(self, markup: Iterable[str]) -> None:
+        self._markup = sorted(markup, key=len, reverse=True)
+        self._found = re.compile("|".join(map(re.escape, self._markup)))
+        self._longest = len(self._markup[0]) if self._markup else 0
+        self._firsts = frozenset(text[0] for text in self._markup)
+        self._held = ""
+
+    def push(self, text: str) -> Iterator[Markup | str]:
+        """What is certain with the next piece."""
+        if not self._markup:
+            if text:
+                yield text
+            return
+        text = self._held + text
+        at = 0
+        for match in self._found.finditer(text):
+            if match.start() > at:
+                yield text[at : match.start()]
+            yield Markup(match.group())
+            at = match.end()
+        held = self._may_begin(text, at)
+        if held > at:
+            yield text[at:held]
+        self._held = text[held:]
+
+    def flush(self) -> Iterator[str]:
+        """What was held back."""
+        held, self._held = self._held, ""
+        if held:
+            yield held
+
+    def _may_begin(self, text: str, start: int) -> int:
+        """Where the end of the text that may be the beginning of markup starts."""
+        for at in range(max(start, len(text) - self._longest + 1), len(text)):
+            if text[at] in self._firsts and any(item.startswith(text[at:]) for item in self._markup):
+                return at
+        return len(text)

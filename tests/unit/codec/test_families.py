@@ -1,0 +1,344 @@
+"""Completions of each family of models: read exactly, never guessed, the same in pieces as at once."""
+
+# ruff: noqa: RUF001  (DeepSeek's tokens hold such characters)
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support import families
+
+from penstock_codec import Codec, CodecError, ParsedCompletion
+from penstock_codec.chat import FinishReason, Message, ReasoningPart, Tool, ToolCallPart
+from penstock_codec.parsers import GRAMMARS, ReasoningDelta, TextDelta, ToolCallDelta, choose_grammar
+from penstock_interception.conformance.speech import Speech
+
+SCHEMA = {
+    "command": {"type": "string"},
+    "n": {"type": "integer"},
+    "ratio": {"type": ["number", "null"]},
+    "on": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    "x": {"type": "array"},
+    "o": {"type": "object"},
+    "free": {},
+}
+TOOLS = [Tool("bash", "Run.", json.dumps({"type": "object", "properties": SCHEMA}))]
+NAMES = ("chatml", "llama3", "llama3_bare", "mistral", "qwen3_coder", "kimi", "deepseek", "glm")
+SEP = "<｜tool▁sep｜>"
+
+
+def _build(name: str) -> Codec:
+    if name != "glm":
+        return Codec.load(families.build(name))
+    markup = "{{ tools }}<tool_call><arg_key><arg_value>"  # no more than what tells the family
+    template = families.FAMILIES["chatml"].chat_template.split("-#}")[1] + "{#- " + markup + " #}"
+    return Codec.load(families.tiny.Family(template).build(families.TEXTS), parser="glm")
+
+
+CODECS: Mapping[str, Codec] = {name: _build(name) for name in NAMES}
+
+
+def parse(name: str, text: str, *, finish_reason: FinishReason | None = None) -> ParsedCompletion:
+    """`text` as sampled one byte a token; calls without an id are numbered."""
+    numbers = iter(range(10_000))
+    codec = CODECS[name]
+    return codec.parse(
+        codec.bytewise(text), tools=TOOLS, finish_reason=finish_reason, call_id=lambda: f"call_{next(numbers)}"
+    )
+
+
+def bash(arguments: str, call_id: str = "call_0") -> ToolCallPart:
+    """A call of the one tool."""
+    return ToolCallPart(call_id, "bash", arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("llama3_bare", '{"name": "bash", "parameters": {"n" : 1.0}}', Message.assistant("", bash('{"n" : 1.0}'))),
+        ("llama3_bare", '\n\n{"parameters":{} ,"name":"bash"}\n', Message.assistant("", bash("{}"))),
+        ("llama3_bare", '{"type": "function", "name": "bash", "parameters": {}}', Message.assistant("", bash("{}"))),
+        (
+            "llama3_bare",
+            '{"name": "bash", "parameters": {}}; {"name": "bash", "parameters": {"n": 2}}',
+            Message.assistant("", bash("{}"), bash('{"n": 2}', "call_1")),
+        ),
+        (
+            "llama3",
+            'Look. <|python_tag|>{"name": "bash", "parameters": {"command": "<|python_tag|>"}}',
+            Message.assistant("Look.", bash('{"command": "<|python_tag|>"}')),
+        ),
+        (
+            "llama3_bare",
+            '<think>\nhm\n</think>\n\n{"name": "bash", "parameters": {}}',
+            Message.assistant("", bash("{}"), reasoning="hm"),
+        ),
+        (
+            "mistral",
+            'Look.[TOOL_CALLS]bash[ARGS]{"command": "a [ARGS] b"}[TOOL_CALLS]bash[ARGS]{"n":2 }',
+            Message.assistant("Look.", bash('{"command": "a [ARGS] b"}'), bash('{"n":2 }', "call_1")),
+        ),
+        ("mistral", '[TOOL_CALLS]bash{"n": 1}', Message.assistant("", bash('{"n": 1}'))),
+        (
+            "mistral",
+            '[TOOL_CALLS]bash[CALL_ID]aB3dE6gH9[ARGS]{"n": 1}',
+            Message.assistant("", bash('{"n": 1}', "aB3dE6gH9")),
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS] [{"name": "bash", "arguments": {"n": 1}, "id": "aB3dE6gH9"}, {"name":"bash","arguments":{}}]',
+            Message.assistant("", bash('{"n": 1}', "aB3dE6gH9"), bash("{}")),
+        ),
+        ("mistral", "[THINK]hm[/THINK]Yes.", Message.assistant("Yes.", reasoning="hm")),
+        (
+            "qwen3_coder",
+            "Look.\n<tool_call>\n<function=bash>\n<parameter=command>\necho '</parameter>'\n\n</parameter>\n"
+            "<parameter=n>\n30\n</parameter>\n<parameter=on>\nTrue\n</parameter>\n</function>\n</tool_call>",
+            Message.assistant("Look.", bash('{"command": "echo \'</parameter>\'\\n", "n": 30, "on": true}')),
+        ),
+        ("qwen3_coder", "<tool_call>\n<function=bash>\n</function>\n</tool_call>", Message.assistant("", bash("{}"))),
+        (
+            "glm",
+            "<tool_call>bash\n<arg_key>command</arg_key>\n<arg_value>30</arg_value>\n"
+            "<arg_key>x</arg_key>\n<arg_value>[1e2]</arg_value>\n</tool_call>",
+            Message.assistant("", bash('{"command": "30", "x": [1e2]}')),
+        ),
+        ("glm", "<tool_call>bash</tool_call>", Message.assistant("", bash("{}"))),
+        (
+            "deepseek",
+            f"Look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>bash{SEP}{{}}<｜tool▁call▁end｜>"
+            f"<｜tool▁call▁begin｜>function{SEP}bash\n```json\n{{ }}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            Message.assistant("Look.", bash("{}"), bash("{ }", "call_1")),
+        ),
+        (
+            "kimi",
+            "Look.<|tool_calls_section_begin|><|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>{}"
+            "<|tool_call_end|><|tool_calls_section_end|>",
+            Message.assistant("Look.", bash("{}", "functions.bash:0")),
+        ),
+    ],
+)
+def test_calls_are_read_as_each_family_writes_them(name: str, text: str, message: Message) -> None:
+    """R82: names, arguments and the ids that a model wrote are what it sampled; the markup's white space is not."""
+    parsed = parse(name, text, finish_reason=FinishReason.STOP)
+    assert parsed == ParsedCompletion(message, FinishReason.TOOL_CALLS if message.tool_calls else FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("llama3", '<|python_tag|>brave_search.call(query="x")', "NOT_JSON"),
+        ("llama3", "<|python_tag|>", "EMPTY"),
+        ("llama3", '<|python_tag|>{"name": "bash", "arguments": {}}', "NOT_A_CALL"),
+        ("llama3", '<|python_tag|>{"name": "bash", "parameters": {}, "arguments": {}}', "NOT_A_CALL"),
+        ("llama3", '<|python_tag|>{"name": "bash", "parameters": {"command": "l', "UNCLOSED"),
+        ("llama3", '<|python_tag|>{"name": "bash", "parameters": {}} so', "NOT_JSON"),
+        ("mistral", "[TOOL_CALLS]bash", "NOT_A_CALL"),
+        ("mistral", "[TOOL_CALLS]bash[ARGS][1]", "NOT_A_CALL"),
+        ("mistral", "[TOOL_CALLS]", "EMPTY"),
+        ("mistral", '[TOOL_CALLS] [{"name": "bash", "arguments": {}}, {"name": "bash"}]', "NOT_A_CALL"),
+        ("mistral", '[TOOL_CALLS] [{"name": "bash", "arguments": {}}', "UNCLOSED"),
+        ("mistral", '[TOOL_CALLS]bash[ARGS]{"command": "ls', "UNCLOSED"),
+        ("qwen3_coder", "<tool_call>\n<function=bash>\n<parameter=n>\n1\n</function>\n</tool_call>", "NOT_A_CALL"),
+        ("qwen3_coder", '<tool_call>{"name": "bash", "arguments": {}}</tool_call>', "NOT_A_CALL"),
+        ("qwen3_coder", "<tool_call>\n<function=bash>\n</function>\nmore</tool_call>", "NOT_A_CALL"),
+        ("qwen3_coder", "<tool_call>\n<function=bash>\n", "UNCLOSED"),
+        (
+            "qwen3_coder",
+            "<tool_call><function=bash>" + "<parameter=n>1</parameter>" * 2 + "</function></tool_call>",
+            "NOT_A_CALL",
+        ),
+        ("glm", "<tool_call>bash\n<arg_key>n</arg_key></tool_call>", "NOT_A_CALL"),
+        ("deepseek", "<｜tool▁call▁begin｜>bash {}<｜tool▁call▁end｜>", "NOT_A_CALL"),
+        ("deepseek", f"<｜tool▁call▁begin｜>bash{SEP}{{<｜tool▁call▁end｜>", "NOT_JSON"),
+        ("kimi", "<|tool_call_begin|>bash<|tool_call_argument_begin|>{}<|tool_call_end|>", "NOT_A_CALL"),
+        ("kimi", "<|tool_call_begin|>" + "{" * 3000 + "<|tool_call_end|>", "NOT_A_CALL"),
+        ("kimi", '<|tool_call_begin|>b:0<|tool_call_argument_begin|>{"a":' * 1 + '{"a":' * 3000, "UNCLOSED"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_what_is_no_call_stays_text_with_a_flag(name: str, text: str, reason: str) -> None:
+    """R80, R81: nothing is repaired, whatever the family."""
+    parsed = parse(name, text, finish_reason=FinishReason.STOP)
+    assert parsed.message == Message.assistant(text)
+    assert [(item.text, item.reason) for item in parsed.malformed] == [(text.rstrip(), reason)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": 1}',
+        '{"name": "Bob", "age": 3}',
+        '{"name": "bash", "parameters": {}} is what you asked for.',
+        '{"name": "bash", "parameters": {"command": "l',
+        "{",
+        'Call: {"name": "bash", "parameters": {}}',
+    ],
+)
+def test_json_that_is_no_call_is_an_answer(text: str) -> None:
+    """R81: a turn that starts with a brace and is no call is text, and no malformed call either."""
+    assert parse("llama3_bare", text, finish_reason=FinishReason.STOP) == ParsedCompletion(
+        Message.assistant(text), FinishReason.STOP
+    )
+
+
+def test_an_answer_in_json_is_streamed_once_it_cannot_be_a_call() -> None:
+    """R30: only what may still become a call is held back."""
+    codec = CODECS["llama3_bare"]
+    parser = codec.stream_parser()
+    assert parser.feed(codec.bytewise('{"na').tolist()) == []
+    assert parser.feed(codec.bytewise('tion": "x"').tolist()) == [TextDelta('{"nation": "x"')]
+
+
+def test_a_value_that_is_not_of_its_type_is_passed_on_as_text() -> None:
+    """R81: the agent refuses it, and the model is told; nothing is made up, and text stays text."""
+    values = {"n": "abc", "ratio": "None", "on": "maybe", "o": "{1}", "free": "30", "unknown": "true", "command": "30"}
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    parsed = parse("qwen3_coder", f"<tool_call>\n<function=bash>\n{body}</function>\n</tool_call>")
+    assert json.loads(parsed.message.tool_calls[0].arguments_json) == {**values, "ratio": None}
+
+
+def test_a_section_around_calls_shows_only_where_there_are_none() -> None:
+    """R80: markup without a call is text, with one it is markup."""
+    opening, closing = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    assert parse("kimi", f"a {opening} b{closing}").message == Message.assistant(f"a {opening} b{closing}")
+    call = "<|tool_call_begin|>functions.bash:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    parsed = parse("kimi", f"a {opening}{call}\n{call}{closing}")
+    assert parsed.message == Message.assistant("a", bash("{}", "functions.bash:3"), bash("{}"))
+
+
+def test_ids_are_such_as_the_template_takes() -> None:
+    """R25: nine letters and digits for Mistral; and an id from elsewhere is turned into such a one."""
+    codec = CODECS["mistral"]
+    (call,) = codec.parse(codec.bytewise("[TOOL_CALLS]bash[ARGS]{}")).message.tool_calls
+    assert len(call.id) == 9 and call.id.isalnum()
+    moving = Codec.load(families.build("mistral_v3"))
+    messages = [Message.user("q"), Message.assistant("", bash("{}", "toolu_" + "a" * 30)), Message.user("more")]
+    messages.insert(2, Message.tool("toolu_" + "a" * 30, "r"))
+    text = moving.render_text(messages)
+    shown = text.split('"id": "')[1].split('"')[0]
+    assert len(shown) == 9 and text.count(shown) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "parser"),
+    [(name, name) for name in ("llama3", "mistral", "qwen3_coder", "kimi", "deepseek")]
+    + [("chatml", "hermes"), ("qwen3", "hermes"), ("mistral_v3", "mistral"), ("strips_old_reasoning", "hermes")],
+)
+def test_the_template_tells_the_family(name: str, parser: str) -> None:
+    """R63: detected from what the template writes."""
+    assert choose_grammar(None, families.template("qwen3" if name == "chatml" else name)).name == parser
+
+
+def test_a_template_of_two_kinds_asks_for_a_parser() -> None:
+    """R63: never a silent choice."""
+    both = families.template("mistral") + families.template("qwen3")
+    with pytest.raises(CodecError, match=r"several kinds \(hermes, mistral\)") as caught:
+        choose_grammar(None, both)
+    assert caught.value.reason == "PARSER_UNDETECTED"
+
+
+def test_very_long_nonsense_is_read_in_linear_work() -> None:
+    """R80: whatever is repeated, openings, braces or half tags, it ends."""
+    for name, codec in CODECS.items():
+        for mark in [*codec.markup, "{", '"', "<parameter=a>", "</parameter>\n", "; ", "\n"]:
+            text = mark * (50_000 // len(mark))
+            parsed = codec.parse(codec.bytewise(text), finish_reason=FinishReason.LENGTH)
+            assert parsed.finish_reason is FinishReason.LENGTH, (name, mark)
+
+
+def _pieces(codec: Codec) -> st.SearchStrategy[str]:
+    written = [
+        *codec.markup,
+        '{"name": "b", "parameters": {}}',
+        "b:0",
+        '"',
+        "\\",
+        "{",
+        "}",
+        "[",
+        "; ",
+        "\n",
+        " ",
+        "é€😀",
+    ]
+    written += [Speech(codec).calls('{"command": "ls"}'), Speech(codec).calls('{"n": 1}', "{}"), SEP]
+    written += ["<function=bash>", "</function>", "<parameter=n>", "</parameter>", "<tool_ca", "[TOOL", "text"]
+    return st.sampled_from(written)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_ids_parse_and_the_pieces_add_up_to_the_whole(name: str, data: st.DataObject) -> None:
+    """R80: no ids make the parser raise, and a stream says what the whole says, however it was cut."""
+    codec = CODECS[name]
+    text = "".join(data.draw(st.lists(_pieces(codec), max_size=12)))
+    noise = data.draw(st.lists(st.integers(-2, codec.vocab_size + 2), max_size=8))
+    ids = [*codec.bytewise(text).tolist(), *noise]
+    names = iter(range(10_000))
+    whole = codec.parse(ids, tools=TOOLS, call_id=lambda: f"id{next(names)}")
+    names = iter(range(10_000))
+    parser = codec.stream_parser(tools=TOOLS, call_id=lambda: f"id{next(names)}")
+    deltas = []
+    at = 0
+    while at < len(ids):
+        step = data.draw(st.integers(1, len(ids) - at))
+        deltas += parser.feed(ids[at : at + step])
+        at += step
+    last, parsed = parser.finish()
+    deltas += last
+    assert parsed == whole
+    assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == whole.message.text
+    assert "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)) == whole.message.reasoning
+    calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
+    assert tuple(delta.call for delta in calls) == whole.message.tool_calls
+    assert len({call.id for call in whole.message.tool_calls}) == len(calls)
+    for item in whole.malformed:
+        assert item.text in whole.message.text
+    for call in whole.message.tool_calls:
+        assert isinstance(json.loads(call.arguments_json), dict)
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>｜|[]"), max_size=20)
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "command": WORDS,
+        "n": st.integers(),
+        "ratio": st.one_of(st.none(), st.floats(allow_nan=False, allow_infinity=False)),
+        "on": st.booleans(),
+        "x": st.lists(WORDS, max_size=3),
+        "o": st.dictionaries(WORDS, st.integers(), max_size=3),
+    },
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=60, deadline=None)
+@given(arguments=VALUES, thought=WORDS, indent=st.sampled_from([None, 1]))
+def test_what_a_family_writes_is_read_back(
+    name: str, arguments: dict[str, Any], thought: str, indent: int | None
+) -> None:
+    """R82: any arguments survive; where they are JSON, as the very text that was sampled."""
+    codec, speech = CODECS[name], Speech(CODECS[name])
+    text = json.dumps(arguments, ensure_ascii=False, indent=indent)
+    written = speech.thought(thought, speech.calls(text))
+    (*thoughts, call) = codec.parse(codec.bytewise(written), tools=TOOLS).message.parts
+    assert isinstance(call, ToolCallPart)
+    assert call.name == "bash"
+    assert json.loads(call.arguments_json) == arguments
+    if name not in ("qwen3_coder", "glm"):
+        assert call.arguments_json == text
+    assert all(isinstance(part, ReasoningPart) for part in thoughts)
+
+
+def test_every_family_with_calls_can_be_spoken() -> None:
+    """R82: the suite that users run knows how each parser's calls are written."""
+    for name in GRAMMARS.keys() - {"think", "none"}:
+        codec = next(codec for codec in CODECS.values() if codec.parser == name)
+        assert codec.parse(codec.bytewise(Speech(codec).calls("{}")), tools=TOOLS).message.tool_calls
