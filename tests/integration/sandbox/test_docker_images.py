@@ -99,6 +99,7 @@ async def test_what_is_handed_over_is_so_in_forks_and_made_once_for_an_image(tmp
         child = await create(opened, snapshot_id="ss-task")
         assert child.workdir == "/testbed" and await run(child, "sh", "-c", "cat ~/prepared") == (0, "x\n")
         await _works(child, "agent")
+        await opened.remove_layer("ss-task")
     before = _prepared()
     async with backend(tmp_path) as opened:
         await asyncio.gather(*(create(opened, image=TASK) for _ in range(3)))
@@ -123,6 +124,7 @@ async def test_a_user_of_the_image_is_the_sandboxs_where_he_is_asked_for(tmp_pat
         with pytest.raises(FailedPrecondition) as refused:
             await create(opened, snapshot_id="ss-user", user="agent")
         assert refused.value.reason == "CAPABILITY_MISSING"
+        await opened.remove_layer("ss-user")
 
 
 async def test_a_user_that_the_image_lacks_is_refused_by_the_field(tmp_path: Path) -> None:
@@ -219,6 +221,7 @@ async def test_prepared_images_leave_when_there_are_too_many_and_never_under_a_s
         # It is made again for who wants it.
         assert await run(await create(opened, image=TASK), "id", "-un") == (0, "agent\n")
         later[0] = 7200.0
+        await opened.remove_layer("ss-kept")
     async with backend(tmp_path, prepared_bytes=0) as opened:
         opened._prepared._clock = lambda: time.time() + later[0]
         await opened._prepared.trim()
