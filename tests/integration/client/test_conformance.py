@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.support import families
 
+from penstock_codec import tiny
 from penstock_interception.conformance.cases import CASES
 from penstock_interception.conformance.dialects import DIALECTS
 
@@ -62,7 +63,7 @@ async def test_a_parser_that_does_not_fit_is_seen(tmp_path: Path) -> None:
 
 async def test_a_model_without_tools_has_the_other_cases(tmp_path: Path) -> None:
     """R82: what a model cannot do is not held against it."""
-    family = families.tiny.Family(
+    family = tiny.Family(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
@@ -76,7 +77,7 @@ async def test_a_model_without_tools_has_the_other_cases(tmp_path: Path) -> None
 
 async def test_a_template_that_refuses_is_quoted(tmp_path: Path) -> None:
     """R33: what the template raises is in the report, and no traceback."""
-    family = families.tiny.Family("{{ raise_exception('no chats today') }}{{ tools }}")
+    family = tiny.Family("{{ raise_exception('no chats today') }}{{ tools }}")
     family.build(families.TEXTS).write(tmp_path)
     code, out, err = await conformance("--model", str(tmp_path), "--parser", "none")
     assert code == 1 and "REFUSED" in out and "no chats today" in out
