@@ -15,7 +15,13 @@ from tests.support.stack import Running
 from penstock.client import AgentChoice, Completion, Inference, Mode, Upstream
 from penstock.client.chat import TokenIds
 
-AGENTS = ("shell", "opencode", "pi", "claude-code", "codex")
+AGENTS = ("shell", "opencode", "pi", "claude-code", "codex", "gemini-cli", "qwen-code")
+ASKING = set(AGENTS) - {"shell", "pi"}
+"""Agents that ask before they run a command, unless they are told not to."""
+SPOKEN = {"claude-code": "messages", "codex": "responses", "gemini-cli": "generate_content"}
+"""What agents speak, if not chat completions."""
+CONVERSATION = {"responses": "input", "generate_content": "contents"}
+"""Where a body has its conversation, if not in `messages`."""
 
 
 def ids_of(completion: Completion | None) -> TokenIds:
@@ -26,8 +32,8 @@ def ids_of(completion: Completion | None) -> TokenIds:
 
 
 def choice(agent: str) -> AgentChoice:
-    """These ask before they run a command unless they are told not to."""
-    return AgentChoice(name=agent, skip_permissions=agent in ("opencode", "claude-code", "codex"))
+    """An agent that runs commands without asking."""
+    return AgentChoice(name=agent, skip_permissions=agent in ASKING)
 
 
 @pytest.mark.parametrize("agent", AGENTS)
@@ -74,6 +80,7 @@ async def test_an_agent_at_the_gate_does_the_task_and_its_trajectory_is_token_ex
     np.testing.assert_array_equal(sample.loss_mask, expected)
     assert [span.call_id for span in sample.turns] == [first.call_id, second.call_id]
     for asked in trainer.calls:
+        assert asked.dialect == SPOKEN.get(agent, "chat_completions")
         np.testing.assert_array_equal(asked.prompt_token_ids, trajectory.prompt_of(asked.call_id))
 
 
@@ -118,7 +125,7 @@ async def test_an_agent_in_a_black_box_is_answered_by_a_callers_endpoint_alone(s
         assert_only_the_endpoint_was_reachable(finished)
         seen = await endpoint.capture()
     assert [call.call_class for call in seen.calls].count("main") == 2
-    said = "input" if agent == "codex" else "messages"
+    said = CONVERSATION.get(SPOKEN.get(agent, ""), "messages")
     assert all(json.loads(call.request_body)[said] for call in seen.calls)
     trajectory = await handle.trajectory()
     assert trajectory.capture_level == "none"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.support.network import AGENT_PORT, probe_script, said, targets
-from tests.support.policy import Reply, Trainer, in_shell, in_turn
+from tests.support.policy import Reply, Trainer, in_shell, once_done
 from tests.support.stack import Running
 
 from penstock.client import (
@@ -27,7 +27,7 @@ from penstock.client import (
 
 WORD = "kiwi"
 INSTRUCTION = "Run work.sh with bash: it copies the word in note.txt to out.txt."
-REPLY: Reply = in_turn(in_shell("bash work.sh", description="Does the work"), "The word is copied.")
+REPLY: Reply = once_done(in_shell("bash work.sh", description="Does the work"), "The word is copied.")
 
 
 def copy_task(running: Running, **changes: Any) -> Task:

@@ -38,6 +38,8 @@ def calling(tool: str, **arguments: str) -> str:
 SHELLS: Mapping[str, Callable[[str], str]] = {
     # Claude Code
     "Claude Agent SDK": lambda command: calling("Bash", command=command, description="Does the work"),
+    # Gemini CLI, and Qwen Code, which came of it
+    "run_shell_command": lambda command: calling("run_shell_command", command=command, description="Does the work"),
     # Codex
     "\nexec_command: ": lambda command: calling("exec_command", cmd=command),
 }
@@ -50,6 +52,17 @@ def in_shell(command: str, **more: str) -> Reply:
     def reply(prompt: str) -> str:
         found = next((write for mark, write in SHELLS.items() if mark in prompt), None)
         return bash(command, **more) if found is None else found(command)
+
+    return reply
+
+
+def once_done(work: Reply, end: str, *, title: str = "A title") -> Reply:
+    """Does the work, and says `end` when its result is there, however many turns the agent made up before."""
+
+    def reply(prompt: str) -> str:
+        if TITLE_SYSTEM_PROMPT in prompt:
+            return title
+        return end if "</tool_response>" in prompt else work(prompt)
 
     return reply
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import tomli_w
@@ -20,19 +20,23 @@ from penstock_driver.events import compiled, search
 from penstock_driver.specs import MAX_INSTRUCTION_ARGV_BYTES, AgentSpec, ConfigFile, Delivery, Mcp
 from penstock_driver.templates import Absent, Scope, names, render_text, render_tree
 
+HOST_TOOLS_SERVER: Final = "penstock"
+"""What the agent calls the gate's own MCP server."""
+
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,255}")
 _SERVER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """An MCP server for the agent: a program (`args` not empty) or a URL."""
+    """An MCP server for the agent: a program (`args` not empty) or a URL, to which `headers` are sent."""
 
     name: str
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     secret_env: Mapping[str, str] = field(default_factory=dict, repr=False)
     url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,10 @@ class AgentChoice:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where and against what the agent runs. Paths are absolute, as seen in the sandbox; `wall_time_s` in seconds."""
+    """Where and against what the agent runs. Paths are absolute, as seen in the sandbox; `wall_time_s` in seconds.
+
+    `tools_url` is the gate's MCP server, "" for a rollout that is offered no tools.
+    """
 
     home: str
     workdir: str
@@ -57,6 +64,7 @@ class Place:
     model: str
     rollout_id: str
     wall_time_s: float
+    tools_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,8 @@ def check_choice(spec: AgentSpec, choice: AgentChoice, instruction: str) -> None
         here = f"spec.agent.mcp_servers[{index}]"
         if not _SERVER_NAME.fullmatch(server.name):
             violations.append(Violation(f"{here}.name", "expected letters, digits, '-' and '_', at most 64"))
+        if server.name == HOST_TOOLS_SERVER:
+            violations.append(Violation(f"{here}.name", "is the name of the gate's own server"))
         if any(other.name == server.name for other in choice.mcp_servers[:index]):
             violations.append(Violation(f"{here}.name", "is used twice"))
         if bool(server.args) == bool(server.url):
@@ -112,6 +122,25 @@ def check_choice(spec: AgentSpec, choice: AgentChoice, instruction: str) -> None
         raise InvalidArgument(summary, reason="AGENT_CHOICE_INVALID", violations=violations)
 
 
+def check_host_tools(spec: AgentSpec, offered: Sequence[str]) -> None:
+    """FailedPrecondition (AGENT_WITHOUT_MCP) for tools that are offered to an agent that cannot be given them (R69)."""
+    if offered and not _reaches_host_tools(spec):
+        raise FailedPrecondition(
+            f"agent {spec.name} cannot use the host tools that the rollout is offered ({', '.join(offered)}): its spec "
+            "says of no MCP server with a URL and headers how to configure it",
+            reason="AGENT_WITHOUT_MCP",
+        )
+
+
+def _reaches_host_tools(spec: AgentSpec) -> bool:
+    """Whether the agent's own configuration of a server has the URL and what is sent with it."""
+    if spec.mcp is None:
+        return False
+    server = McpServer("s", url="http://127.0.0.1/mcp", headers={"Authorization": "Bearer probe"})
+    entry = json.dumps(_entry(spec.mcp, server))
+    return server.url in entry and "Bearer probe" in entry
+
+
 def plan_launch(spec: AgentSpec, choice: AgentChoice, place: Place, instruction: str) -> Launch:
     """Render the spec. FailedPrecondition (MODEL_NAME_UNUSABLE) if the model's name could be read as something else."""
     if not _MODEL_NAME.fullmatch(place.model):
@@ -120,6 +149,9 @@ def plan_launch(spec: AgentSpec, choice: AgentChoice, place: Place, instruction:
             "or digit: give the rollout another model name",
             reason="MODEL_NAME_UNUSABLE",
         )
+    if place.tools_url:
+        tools = McpServer(HOST_TOOLS_SERVER, url=place.tools_url, headers={"Authorization": f"Bearer {place.api_key}"})
+        choice = replace(choice, mcp_servers=(*choice.mcp_servers, tools))
     scope = _scope(spec, choice, place, instruction)
     argv = _arguments(spec.argv, scope)
     environment = dict(spec.env)
@@ -209,23 +241,30 @@ def _content(file: ConfigFile, scope: Scope, mcp: Mcp | None, servers: Sequence[
 
 def _merge_servers(tree: dict[str, JsonValue], mcp: Mcp, servers: Sequence[McpServer]) -> None:
     """Put each server's entry under the dotted key, beside what is there."""
-    entry, at = compiled(mcp.entry), tree
+    at = tree
     for part in mcp.key.split("."):
         inner = at.setdefault(part, {})
         if not isinstance(inner, dict):
             raise FailedPrecondition(f"mcp.key: {part} is not an object in {mcp.path}", reason="SPEC_INVALID")
         at = inner
     for server in servers:
-        at[server.name] = search(
-            entry,
-            {
-                "name": server.name,
-                "command": server.args[0] if server.args else None,
-                "args": list(server.args[1:]),
-                "env": {**server.env, **server.secret_env},
-                "url": server.url or None,
-            },
-        )
+        at[server.name] = _entry(mcp, server)
+
+
+def _entry(mcp: Mcp, server: McpServer) -> JsonValue:
+    """A server as the agent wants it."""
+    entry: JsonValue = search(
+        compiled(mcp.entry),
+        {
+            "name": server.name,
+            "command": server.args[0] if server.args else None,
+            "args": list(server.args[1:]),
+            "env": {**server.env, **server.secret_env},
+            "url": server.url or None,
+            "headers": dict(server.headers) or None,
+        },
+    )
+    return entry
 
 
 def _json(tree: JsonValue) -> bytes:

@@ -25,7 +25,7 @@ from penstock_chassis.errors import (
 from penstock_driver import rewards
 from penstock_driver.endings import describe, failure_of, judge
 from penstock_driver.events import AgentEvent, EventKind, EventParser
-from penstock_driver.launches import Launch, Place, artifact_paths, plan_launch
+from penstock_driver.launches import Launch, Place, artifact_paths, check_host_tools, plan_launch
 from penstock_driver.ports import (
     Command,
     Exit,
@@ -131,6 +131,7 @@ class Conductor:
         self._enter(Phase.PREPARING)
         prepared = await self._prepare()
         opening = await self._open_gate()
+        check_host_tools(self._order.agent.spec, opening.host_tools)
         sandbox, prepared = await self._fork(prepared, opening)
         self._enter(Phase.CONFIGURING)
         launch = self._plan(sandbox, prepared, opening)
@@ -238,6 +239,7 @@ class Conductor:
             model=opening.model_name or NAMELESS_MODEL,
             rollout_id=self._id,
             wall_time_s=order.limits.agent_s,
+            tools_url=f"http://127.0.0.1:{self._agent_port}{opening.mcp_path}" if opening.host_tools else "",
         )
         return plan_launch(spec, order.choice, place, order.task.instruction)
 

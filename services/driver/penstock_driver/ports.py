@@ -233,12 +233,14 @@ class GateOrder:
 
 @dataclass(frozen=True, slots=True)
 class GateOpening:
-    """A rollout that is open: where its agent calls and with what."""
+    """A rollout that is open: where its agent calls and with what, the tools that it is offered and where they are."""
 
     ingress_address: str
     base_paths: Mapping[Dialect, str]
     token: str = field(repr=False)
     model_name: str
+    host_tools: tuple[str, ...] = ()
+    mcp_path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +268,12 @@ class CallEnded:
 class Gate(Protocol):
     """The interception service, as far as the driver uses it."""
 
-    async def check(self, terms: bytes) -> None:
-        """See that a rollout with these terms has a model (R27). Unavailable (INTERCEPTION_UNREACHABLE, and the gate's
-        INFERENCE_UNREACHABLE and UPSTREAM_UNREACHABLE); FailedPrecondition for a source that cannot be used."""
+    async def check(
+        self, terms: bytes, *, rollout_id: str, group_id: str | None, labels: Mapping[str, str]
+    ) -> Sequence[str]:
+        """See that a rollout with these terms has a model (R27), and return the names of the tools that it would be
+        offered. Unavailable (INTERCEPTION_UNREACHABLE, and the gate's INFERENCE_UNREACHABLE and UPSTREAM_UNREACHABLE);
+        FailedPrecondition for a source that cannot be used."""
 
     async def open(self, order: GateOrder) -> GateOpening:
         """Open a rollout; from now on its agent may call."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.single_flight import SingleFlight
+from penstock_driver.launches import check_host_tools
 from penstock_driver.ports import BackendFacts, Gate, Sandboxes
 from penstock_driver.rollouts import RolloutOrder
 from penstock_driver.specs import Delivery
@@ -27,11 +28,14 @@ class Preflight:
         self._gate = gate
         self._backends: SingleFlight[None, Sequence[BackendFacts]] = SingleFlight(fresh_s=FRESH_S)
 
-    async def check(self, order: RolloutOrder) -> None:
+    async def check(self, order: RolloutOrder, rollout_id: str, group_id: str | None = None) -> None:
         """Unavailable (SANDBOX_UNREACHABLE); FailedPrecondition (BACKEND_UNKNOWN, BACKEND_UNAVAILABLE,
-        CAPABILITY_MISSING, AGENT_NEEDS_ROOT); what `Gate.check` raises."""
+        CAPABILITY_MISSING, AGENT_NEEDS_ROOT, AGENT_WITHOUT_MCP); what `Gate.check` raises."""
         check_backend(order, await self._backends.get(None, self._sandboxes.backends))
-        await self._gate.check(order.gate_terms)
+        offered = await self._gate.check(
+            order.gate_terms, rollout_id=rollout_id, group_id=group_id, labels=order.labels
+        )
+        check_host_tools(order.agent.spec, offered)
 
 
 def check_backend(order: RolloutOrder, backends: Sequence[BackendFacts]) -> None:

@@ -219,7 +219,9 @@ class ConfigFile(_Model):
 class Mcp(_Model):
     """Where MCP servers are configured: under the dotted `key` of the config file at `path`, each as `entry` makes it.
 
-    `entry` is a JMESPath expression over {name, command, args, env, url}; command is null for a server with a URL.
+    `entry` is a JMESPath expression over {name, command, args, env, url, headers}; command is null for a server with a
+    URL, and headers, which hold credentials, are null for one that is sent none. Where it takes no headers, host tools
+    are refused for the agent.
     """
 
     path: RelativePath

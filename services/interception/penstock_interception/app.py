@@ -22,13 +22,15 @@ from penstock_chassis.tls import ClientTls
 from penstock_interception.calls import Dialect
 from penstock_interception.codecs import CodecCache
 from penstock_interception.dispatch import DispatchLimits
-from penstock_interception.gate import Gate, GateLimits
+from penstock_interception.gate import Gate
 from penstock_interception.ingress.app import Ingress, IngressLimits
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, DialectCodec, Route
+from penstock_interception.ingress.generate_content import GenerateContent
 from penstock_interception.ingress.messages import Messages
 from penstock_interception.ingress.passthrough import Passthrough
 from penstock_interception.ingress.responses import Responses
+from penstock_interception.limits import GateLimits
 from penstock_interception.requests import ChatRequest
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import RolloutGateServicer, register_gate
@@ -38,6 +40,7 @@ from penstock_interception.settings import InterceptionSettings
 from penstock_interception.sources.base import ModelSource
 from penstock_interception.sources.registry import Endpoint, Sources
 from penstock_interception.store import CallStore
+from penstock_interception.tools.desk import ToolLimits
 from penstock_interception.turns import Turns
 
 _log = structlog.get_logger(__name__)
@@ -73,7 +76,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         )
         codecs = CodecCache(settings.state_dir / "tokenizers", pool)
         tasks = await stack.enter_async_context(_cancelled_at_exit())
-        dialects: tuple[DialectCodec, ...] = (ChatCompletions(), Responses(), Messages())
+        dialects: tuple[DialectCodec, ...] = (ChatCompletions(), Messages(), Responses(), GenerateContent())
         parse = partial(_parse, {dialect.dialect: dialect for dialect in dialects})
         sources = await _sources(settings, codecs, http, parse, stack)
         turns = Turns(
@@ -90,7 +93,13 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             IngressLimits(settings.max_body_bytes, settings.first_byte_s, settings.keep_alive_s),
         )
         address = await stack.enter_async_context(_listening(ingress.app(), settings))
-        intercept = InterceptServicer(turns, CallWriter(parse), stopping, heartbeat_s=settings.heartbeat_s)
+        intercept = InterceptServicer(
+            turns,
+            CallWriter(parse),
+            stopping,
+            heartbeat_s=settings.heartbeat_s,
+            allowed_tools=tuple(settings.host_tools),
+        )
         reached = settings.ingress_address or (f"tls:{address}" if settings.ingress_tls_cert else address)
         gate = RolloutGateServicer(turns, dialects, lambda: reached, stopping)
         yield Service(
@@ -147,6 +156,12 @@ def _limits(settings: InterceptionSettings) -> GateLimits:
         rejoin_grace_s=settings.rejoin_grace_s,
         retention_s=settings.retention_s,
         dispatch=DispatchLimits(resume_window_s=settings.resume_window_s),
+        tools=ToolLimits(
+            max_calls_per_rollout=settings.max_tool_calls,
+            max_open_calls_per_rollout=settings.max_open_tool_calls,
+            max_bytes=settings.max_tool_bytes,
+            call_timeout_s=settings.tool_timeout_s,
+        ),
     )
 
 

@@ -20,6 +20,7 @@ class Budgets:
     max_tokens_per_call: int | None = None
     call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S
     wall_time_s: float | None = None
+    max_tool_calls: int | None = None
 
 
 @dataclass(slots=True)

@@ -313,3 +313,21 @@ class Call:
     def claimed(self) -> bool:
         """Whether an answer was accepted: nothing else can end it any more."""
         return self.accepted_digest is not None
+
+
+def count_ended(call: Call) -> None:
+    """Adds a call that has ended to its rollout's totals, and to what it has spent."""
+    totals, spent = call.rollout.totals, call.rollout.spent
+    name = call.state.value
+    setattr(totals, name, getattr(totals, name) + 1)
+    if call.state is CallState.FAILED and call.failure is not None:
+        totals.last_failure_reason = call.failure.reason
+        totals.last_failure_retriable = call.failure.retriable
+    if call.state is CallState.DELIVERED and call.completion is not None:
+        prompt = call.prompt.count if call.prompt is not None else 0
+        if call.completion.usage is not None:
+            prompt = call.completion.usage.prompt_tokens
+        totals.prompt_tokens += prompt
+        spent.prompt_tokens += prompt
+        totals.completion_tokens += call.completion.count
+        spent.completion_tokens += call.completion.count

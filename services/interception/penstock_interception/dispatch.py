@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from penstock_chassis.errors import ResourceExhausted
+from penstock_chassis.errors import NotFound, ResourceExhausted
 from penstock_interception.calls import Call, CallState, Mode, Rollout
 from penstock_interception.clock import Clock
 from penstock_interception.deadlines import Deadlines
@@ -57,6 +57,14 @@ class Listener(Protocol):
 
     def rollout_released(self, rollout: Rollout) -> None:
         """Its calls flow again."""
+        ...
+
+    def session_resumed(self, old: Session, session: Session) -> None:
+        """What the one had is the other's now."""
+        ...
+
+    def session_gone(self, session: Session) -> None:
+        """It left, or nobody resumed it in time."""
         ...
 
 
@@ -164,16 +172,21 @@ class Dispatcher:
 
     def restore_lease(self, call: Call, session_id: str, lease_id: str) -> None:
         """A call was leased when the service died: its session may resume within the window."""
+        session = self.restore_session(session_id)
+        call.state = CallState.LEASED
+        call.holder = session
+        call.lease_id = lease_id
+        session.hold(call)
+
+    def restore_session(self, session_id: str) -> Session:
+        """A session that was there when the service died, lost until somebody resumes it within the window."""
         session = self._sessions.get(session_id)
         if session is None:
             session = Session(session_id, Lane(Selector()), "", Credits(self._limits.max_credit_calls), View())
             session.lost = True
             self._sessions[session_id] = session
             self._deadlines.set(("session", session_id), self._clock.steady() + self._limits.resume_window_s)
-        call.state = CallState.LEASED
-        call.holder = session
-        call.lease_id = lease_id
-        session.hold(call)
+        return session
 
     def extend(self, lease_id: str) -> bool:
         """Starts a unary lease anew; False when it is no more."""
@@ -302,6 +315,13 @@ class Dispatcher:
             for rollout in lane.rollouts.values():
                 rollout.lanes.remove(lane)
 
+    def session(self, session_id: str) -> Session:
+        """Raises NotFound SESSION_UNKNOWN."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise NotFound("No such session.", reason="SESSION_UNKNOWN")
+        return session
+
     def sessions(self) -> Iterable[Session]:
         """All sessions."""
         return list(self._sessions.values())
@@ -401,6 +421,7 @@ class Dispatcher:
         for call in unsent:  # leased, but its frame never left
             session.send(call)
         old.taken_over = True
+        self._listener.session_resumed(old, session)
         if old.id in old.lane.paused_by:
             self.pause(session, PAUSE_AFTER_RESUME_S)
         self._forget(old)
@@ -410,6 +431,7 @@ class Dispatcher:
             return
         self._deadlines.drop(("session", session.id))
         session.end()
+        self._listener.session_gone(session)
         lane = session.lane
         lane.refresh(session)
         lane.sessions.pop(session.id, None)

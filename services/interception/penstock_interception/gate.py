@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import structlog
@@ -33,32 +33,24 @@ from penstock_interception.calls import (
     Prompt,
     Rollout,
     RolloutState,
+    count_ended,
 )
 from penstock_interception.changes import Changes
 from penstock_interception.clock import Clock
 from penstock_interception.completions import Failure
 from penstock_interception.deadlines import Deadlines
-from penstock_interception.dispatch import DeadlineKey, Dispatcher, DispatchLimits
+from penstock_interception.dispatch import DeadlineKey, Dispatcher
 from penstock_interception.graph.model import Plan
+from penstock_interception.limits import GateLimits
 from penstock_interception.ports import (
     Recorder,
     Store,
 )
 from penstock_interception.sampling import with_max_tokens
-from penstock_interception.sessions import Selector
+from penstock_interception.sessions import Selector, Session
+from penstock_interception.tools.desk import ToolDesk
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class GateLimits:
-    """The operator's limits. Seconds and counts."""
-
-    max_rollouts: int = 10_000
-    max_open_calls_per_rollout: int = 64
-    rejoin_grace_s: float = 30.0
-    retention_s: float = 24 * 3600.0
-    dispatch: DispatchLimits = DispatchLimits()  # noqa: RUF009 - immutable
 
 
 class Gate:
@@ -77,6 +69,14 @@ class Gate:
         self.sooner = asyncio.Event()
         self._deadlines: Deadlines[DeadlineKey] = Deadlines(self.sooner.set)
         self.dispatcher = Dispatcher(self, clock=self.clock, deadlines=self._deadlines, limits=self.limits.dispatch)
+        self.tools = ToolDesk(
+            store.tools,
+            clock=self.clock,
+            sooner=self.sooner.set,
+            limits=self.limits.tools,
+            resume_window_s=self.limits.dispatch.resume_window_s,
+            rejoin_grace_s=self.limits.rejoin_grace_s,
+        )
         self._rollouts: dict[str, Rollout] = {}
         self._by_request: dict[str, Rollout] = {}
         self._calls: dict[str, Call] = {}
@@ -118,7 +118,8 @@ class Gate:
         salt = secrets.token_hex(16)
         digest = hashlib.sha256(self._store.token_of(opening.rollout_id, salt).encode()).digest()
         rollout = Rollout(opening, salt, digest, self.clock.wall(), facts=facts or ModelFacts(), caller_key=caller_key)
-        written = self._store.put_rollout(rollout)
+        tools = self.tools.open(opening)
+        written = self._store.put_rollout(rollout, tools)
         self._keep(rollout)
         self.dispatcher.link(rollout)
         try:
@@ -128,6 +129,7 @@ class Gate:
             rollout.state = RolloutState.CLOSED
             self._open_rollouts -= 1
             self.dispatcher.unlink(rollout)
+            self.tools.close(rollout.id)
             self._drop(rollout)
             raise
         return rollout
@@ -167,6 +169,7 @@ class Gate:
             self.dispatcher.unlink(rollout)  # first, so that no credit that comes free leases another of its calls
             for call in self._open_calls(rollout):
                 self.cancel(call, "ROLLOUT_CLOSED")
+            self.tools.close(rollout.id)
             self.changes.rollout_closed(rollout)
             self._set_deadline(("retention", rollout.id), self.limits.retention_s)
         for call in self._open_calls(rollout):  # claimed: their commit is under way
@@ -313,14 +316,24 @@ class Gate:
             call.expires += now - max(since, call.received)
             self._set_deadline(("expire", call.id), max(0.0, call.expires - now))
 
+    def session_resumed(self, old: Session, session: Session) -> None:
+        """Its host tools and their calls go along."""
+        self.tools.session_resumed(old, session)
+
+    def session_gone(self, session: Session) -> None:
+        """Its host tools go with it."""
+        self.tools.session_gone(session)
+
     # Time ------------------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
         """When `tick` is due next, on the steady clock; None when nothing waits for time."""
-        return self._deadlines.next()
+        due = [at for at in (self._deadlines.next(), self.tools.next_deadline()) if at is not None]
+        return min(due, default=None)
 
     async def tick(self) -> None:
         """Does what is due."""
+        self.tools.tick()
         for kind, key in self._deadlines.due(self.clock.steady()):
             if kind == "session":
                 self.dispatcher.session_window_over(str(key))
@@ -424,7 +437,7 @@ class Gate:
         work, call.work = call.work, None
         if work is not None and not call.claimed:
             work.cancel()
-        self._count(call)
+        count_ended(call)
         if call.journalled:
             self._shrink(call)
         self.changes.call_changed(call)
@@ -435,19 +448,3 @@ class Gate:
         """What ended stays small in memory: its body is on disk, its tokens are in the graph."""
         call.arrival = replace(call.arrival, body=b"")
         call.plan = None
-
-    def _count(self, call: Call) -> None:
-        totals, spent = call.rollout.totals, call.rollout.spent
-        name = call.state.value
-        setattr(totals, name, getattr(totals, name) + 1)
-        if call.state is CallState.FAILED and call.failure is not None:
-            totals.last_failure_reason = call.failure.reason
-            totals.last_failure_retriable = call.failure.retriable
-        if call.state is CallState.DELIVERED and call.completion is not None:
-            prompt = call.prompt.count if call.prompt is not None else 0
-            if call.completion.usage is not None:
-                prompt = call.completion.usage.prompt_tokens
-            totals.prompt_tokens += prompt
-            spent.prompt_tokens += prompt
-            totals.completion_tokens += call.completion.count
-            spent.completion_tokens += call.completion.count

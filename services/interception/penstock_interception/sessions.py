@@ -11,8 +11,12 @@ import asyncio
 import heapq
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock_interception.calls import Call, Opening, Rollout
+
+if TYPE_CHECKING:
+    from penstock_interception.tools.model import ToolCall
 
 CALL_OVERHEAD_BYTES = 512
 DEFAULT_CREDIT_BYTES = 32 << 20
@@ -67,6 +71,8 @@ class Outbox:
     closed: list[str] = field(default_factory=list)
     # In order: the open calls at the moment of a pause, None for its end.
     pauses: list[int | None] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls_cancelled: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Session:
@@ -82,6 +88,8 @@ class Session:
         self.lease_s: float | None = None
         self.held: dict[str, Call] = {}
         self.held_bytes = 0
+        # Host tool calls that it was given and has not answered.
+        self.tool_calls: dict[str, ToolCall] = {}
         self.lost = False
         self.ended = False
         self.taken_over = False
@@ -134,6 +142,16 @@ class Session:
         self._outbox.pauses.append(None)
         self._wake.set()
 
+    def send_tool_call(self, call: ToolCall) -> None:
+        """Puts a host tool call into the outbox."""
+        self._outbox.tool_calls.append(call)
+        self._wake.set()
+
+    def tell_tool_call_cancelled(self, call: ToolCall, reason: str) -> None:
+        """Says that a host tool call needs no result any more."""
+        self._outbox.tool_calls_cancelled.setdefault(reason, []).append(call.id)
+        self._wake.set()
+
     def end(self) -> None:
         """Ends whoever waits on this session."""
         self.ended = True
@@ -157,6 +175,7 @@ class Session:
         """Everything there is to send now. A call that is no longer held (cancelled meanwhile) is left out."""
         box, self._outbox = self._outbox, Outbox()
         box.calls = [call for call in box.calls if call.holder is self]
+        box.tool_calls = [call for call in box.tool_calls if call.holder is self]
         return box
 
 

@@ -86,6 +86,18 @@ class InterceptionSettings(ServiceSettings):
     closed_kept: int = Field(256, ge=0, description="closed rollouts whose calls stay in memory; others are on disk")
     first_byte_s: float = Field(1.0, ge=0, description="seconds that a stream's HTTP status waits for the answer")
     keep_alive_s: float = Field(5.0, gt=0, description="interval of keep-alives on held streams")
+    host_tools: list[str] = Field(
+        default_factory=lambda: ["*"],
+        description="names of tools that trainers may offer to agents: * and ? stand for any",
+    )
+    max_tool_calls: int = Field(
+        1000, ge=1, description="host tool calls of a rollout whose budget says nothing of them"
+    )
+    max_open_tool_calls: int = Field(16, ge=1, description="host tool calls of one rollout that wait at once")
+    max_tool_bytes: int = Field(
+        256 << 10, ge=1 << 10, le=4 << 20, description="largest arguments and largest result of a host tool, as JSON"
+    )
+    tool_timeout_s: float = Field(600.0, gt=0, description="seconds after which a host tool call is given up")
     codec_threads: int = Field(2, ge=1, le=64, description="threads for long prompts and answers")
 
     @field_validator("inference_token")

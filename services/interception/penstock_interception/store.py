@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import os
 import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Row
@@ -26,6 +27,9 @@ from penstock_interception import records
 from penstock_interception.budgets import Spent
 from penstock_interception.calls import Answerer, Call, CallState, Prompt, Rollout, RolloutState, Totals
 from penstock_interception.graph.record import CommitRecord
+from penstock_interception.tools import store as tools_store
+from penstock_interception.tools.model import HostTool
+from penstock_interception.tools.store import ToolStore
 
 _log = structlog.get_logger(__name__)
 
@@ -68,13 +72,14 @@ class CallStore:
     def __init__(self, journal: Journal, key: bytes) -> None:
         self._journal = journal
         self._key = key
+        self.tools = ToolStore(journal, self._submit_all)
         self._answers = 0
         self._last: asyncio.Future[list[int]] | None = None
 
     @classmethod
     async def open(cls, directory: Path, *, sync: Literal["normal", "full"] = "normal") -> Self:
         """Opens or creates the state in `directory`. Raises FailedPrecondition as Journal.open does."""
-        journal = await Journal.open(directory / "interception.sqlite3", [_SCHEMA], sync=sync)
+        journal = await Journal.open(directory / "interception.sqlite3", [_SCHEMA, tools_store.SCHEMA], sync=sync)
         try:
             store = cls(journal, _load_key(directory / "token.key"))
             rows = await journal.query("SELECT coalesce(max(answer_order), 0) FROM calls")
@@ -95,11 +100,10 @@ class CallStore:
 
     # Writes ----------------------------------------------------------------------------------------------------------
 
-    def put_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]:
-        """A rollout was opened."""
+    def put_rollout(self, rollout: Rollout, tools: Iterable[HostTool] = ()) -> asyncio.Future[list[int]]:
+        """A rollout was opened, and these host tools are offered to it."""
         opening = rollout.opening
-        return self._submit(
-            "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, '', '', 0, ?, ?)",
+        values = (
             opening.rollout_id,
             opening.request_id,
             rollout.salt,
@@ -109,6 +113,8 @@ class CallStore:
             records.dump_facts(rollout.facts),
             records.dump_totals(rollout.totals),
         )
+        opened: Statement = ("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, '', '', 0, ?, ?)", values)
+        return self._submit_all([opened, *ToolStore.opening(opening.rollout_id, tools)])
 
     def update_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]:
         """Its state changed."""
@@ -283,8 +289,10 @@ class CallStore:
         )
 
     def _submit(self, sql: str, *params: str | float | bytes | None) -> asyncio.Future[list[int]]:
-        statement: Statement = (sql, params)
-        written = self._journal.submit([statement])
+        return self._submit_all([(sql, params)])
+
+    def _submit_all(self, statements: Sequence[Statement]) -> asyncio.Future[list[int]]:
+        written = self._journal.submit(statements)
         written.add_done_callback(_report)
         self._last = written
         return written

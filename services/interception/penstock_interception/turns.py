@@ -23,8 +23,9 @@ from penstock_interception.calls import Answerer, Arrival, Call, Dialect, Mode, 
 from penstock_interception.clock import Clock
 from penstock_interception.completions import Completion, Failure
 from penstock_interception.conversation import Conversation
-from penstock_interception.gate import Gate, GateLimits
+from penstock_interception.gate import Gate
 from penstock_interception.graph import Plan
+from penstock_interception.limits import GateLimits
 from penstock_interception.ports import Recorded, Rejection
 from penstock_interception.requests import ChatRequest
 from penstock_interception.sampling import with_max_tokens
@@ -142,6 +143,8 @@ class Turns:
                 if not call.state.terminal:
                     request = self._parse(call.arrival.dialect, call.arrival.body)
                     self._prepare(call, request, leases.get(call.id))
+        still_open = [rollout.opening for rollout in self.gate.rollouts() if rollout.state is not RolloutState.CLOSED]
+        await self.gate.tools.restore(still_open, self.gate.dispatcher.restore_session)
         return count
 
     # Calls -----------------------------------------------------------------------------------------------------------

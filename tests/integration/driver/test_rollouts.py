@@ -161,7 +161,7 @@ async def test_cancelling_returns_when_the_sandbox_is_gone(penstock: Penstock, c
 
 async def test_bad_input_is_refused_by_field_before_anything_starts(penstock: Penstock) -> None:
     """R63, R65: several faults at once are all named."""
-    with pytest.raises(NotFound, match="there are: claude-code, codex, opencode, pi, shell"):
+    with pytest.raises(NotFound, match="there are: claude-code, codex, gemini-cli, opencode, pi, qwen-code, shell"):
         await penstock.rollouts.create(TASK, "nobody")
     with pytest.raises(InvalidArgument) as caught:
         await penstock.rollouts.create(TASK, AgentChoice(name="shell", options={"colour": "red", "max_turns": 0}))

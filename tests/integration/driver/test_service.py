@@ -120,7 +120,8 @@ async def test_an_agent_that_a_client_registers_runs_like_a_built_in_one(
     told = [message.event.agent_event async for message in rollouts.WatchRollout(request)]
     assert [dict(event.data) for event in told if event.kind] == [{"text": "hello there"}]
     listed = await agents.ListAgents(agent_service_pb2.ListAgentsRequest())
-    assert [agent.spec.name for agent in listed.agents] == ["claude-code", "codex", "echo", "opencode", "pi", "shell"]
+    known = ["claude-code", "codex", "echo", "gemini-cli", "opencode", "pi", "qwen-code", "shell"]
+    assert [agent.spec.name for agent in listed.agents] == known
 
 
 async def test_a_wrong_agent_is_refused_by_field_and_a_built_in_name_is_taken(agents: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -265,6 +265,14 @@ def codec(tokenizer_dir: Path) -> Codec:
     from penstock_codec.files import TokenizerFiles
 
     return Codec.load(TokenizerFiles.from_directory(tokenizer_dir))
+
+
+@pytest.fixture
+def serving(
+    settings: Callable[..., InterceptionSettings], codec: Codec
+) -> Callable[..., AbstractAsyncContextManager[Service]]:
+    """Services one after the other on one state directory, for tests that end them themselves."""
+    return lambda **changes: running(settings(**changes), codec)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import numpy as np
 import openai
@@ -71,6 +72,7 @@ async def upstream(
     app = web.Application()
     app.router.add_get("/v1/models", models)
     app.router.add_post("/v1/chat/completions", chat)
+    app.router.add_post("/v1/models/{name}", chat)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -214,6 +216,24 @@ async def test_black_box_passes_bytes_through_unread_and_counts(service: Any) ->
     captured = await service.capture(rollout.rollout_id, include_bodies=True)
     assert captured.capture_level == trajectory_pb2.CAPTURE_LEVEL_NONE
     assert captured.grade == trajectory_pb2.GRADE_UNUSABLE and captured.calls[0].request_body == b""
+
+
+async def test_black_box_passes_googles_dialect_with_the_key_where_google_looks_for_it(service: Any) -> None:
+    """R11, R18: the version is the base URL's, path and query arrive as they were, the agent's own key does not."""
+    async with upstream(lambda request, _body: web.json_response({"asked": request.raw_path})) as (url, seen):
+        rollout = await service.open(mode=interception_pb2.MODE_BLACK_BOX, source=from_caller(url, SECRET))
+        path = "/v1beta/models/m:streamGenerateContent?alt=sse"
+        async with aiohttp.ClientSession(headers={"x-goog-api-key": rollout.token}) as http:
+            root = rollout.base_url.removesuffix("/v1")
+            async with http.post(root + path, json={"contents": ASK}) as answer:
+                assert await answer.json() == {"asked": path.replace("/v1beta/", "/v1/")}
+            async with http.post(f"{root}/v1beta/files", json={}) as answer:
+                assert (answer.status, (await answer.json())["error"]["status"]) == (400, "INVALID_ARGUMENT")
+    headers, body = seen[0]
+    assert (headers["x-goog-api-key"], body) == (SECRET, {"contents": ASK})
+    assert "Authorization" not in headers
+    captured = await service.capture(rollout.rollout_id)
+    assert [call.dialect for call in captured.calls] == [trajectory_pb2.DIALECT_GENERATE_CONTENT]
 
 
 async def test_a_callers_endpoint_is_refused_where_the_operator_says_so(start: Any) -> None:

@@ -154,9 +154,16 @@ def _fake_gate(fakes: Fakes) -> Any:
             fakes.faults.append(f"in a conversation: {error!r}")
             raise
 
+    async def register_tools(self: Any, request: Any, context: Any) -> Any:
+        answer = fakes.take("RegisterTools", request, context)
+        if isinstance(answer, Refusal):
+            await answer.abort(context)
+        return answer
+
     base = intercept_service_pb2_grpc.InterceptServiceServicer
     names = [name for name in vars(base) if name[0].isupper()]
-    return type("FakeGate", (base,), {**dict.fromkeys(names), "Intercept": intercept})()
+    served = {"Intercept": intercept, "RegisterTools": register_tools}
+    return type("FakeGate", (base,), {**dict.fromkeys(names), **served})()
 
 
 def _fake(fakes: Fakes, servicer: type[Any], streaming: set[str], uploads: set[str]) -> Any:

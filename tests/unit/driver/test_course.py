@@ -69,6 +69,19 @@ async def test_rollouts_of_one_content_share_one_preparation(driver: Driver) -> 
     assert calls.count("prepare_snapshot") == 2
 
 
+async def test_tools_that_were_offered_meanwhile_end_the_rollout_of_an_agent_that_cannot_have_them(
+    driver: Driver,
+) -> None:
+    """R69: after the creating call's own check, and before there is a sandbox; the place at the gate is given back."""
+    driver.gate.host_tools = ("lookup",)
+    record = await driver.start(driver.order())
+    outcome = await driver.outcome(record)
+    assert failure(outcome) == ("INFRASTRUCTURE", "AGENT_WITHOUT_MCP")
+    assert "lookup" in outcome.failure.message
+    assert "fork" not in driver.sandboxes.calls
+    assert driver.gate.closed == {record.rollout_id: "ROLLOUT_ENDED"}
+
+
 async def test_a_failed_setup_ends_the_rollout_before_agent_verifier_and_reward(driver: Driver) -> None:
     """R58: and says which command, with its exit code and output."""
     setup = (Command(shell="true"), Command(shell="echo why >&2; exit 7"), Command(shell="true"))

@@ -89,7 +89,7 @@ def test_the_direct_evaluation_of_an_expression_is_jmespaths_own(value: object) 
 
 
 def test_the_lines_of_the_real_agents_are_understood() -> None:
-    """R71: lines as OpenCode 1.18.33, Pi 0.74.2 and Codex 0.169.0 wrote them, shortened."""
+    """R71: as OpenCode 1.18.33, Pi 0.74.2, Codex 0.169.0, Gemini CLI 0.61.0 and Qwen Code 0.15.10 wrote them, cut."""
 
     def kinds(agent: str, *lines: object) -> list[tuple[str, object]]:
         parser = EventParser(SPECS[agent].events.rules)
@@ -113,6 +113,29 @@ def test_the_lines_of_the_real_agents_are_understood() -> None:
         {"type": "tool_execution_end", "result": {"content": [{"type": "text", "text": "o"}]}, "isError": False},
         {"type": "agent_end", "messages": [{"stopReason": "stop"}]},
     ) == [("assistant", "let me"), ("tool_call", None), ("tool_result", "o"), ("done", None)]
+    assert kinds(
+        "gemini-cli",
+        {"type": "init", "model": "m"},
+        {"type": "message", "role": "user", "content": "do it"},
+        {"type": "message", "role": "assistant", "content": "let me", "delta": True},
+        {"type": "tool_use", "tool_name": "run_shell_command", "tool_id": "c", "parameters": {"command": "ls"}},
+        {"type": "tool_result", "tool_id": "c", "status": "success", "output": "o"},
+        {"type": "tool_result", "tool_id": "c", "status": "error", "error": {"message": "no"}},
+        {"type": "result", "status": "success", "stats": {}},
+    ) == [("assistant", "let me"), ("tool_call", None), ("tool_result", "o"), ("tool_result", "no"), ("done", None)]
+
+    def said(content: object, kind: str = "assistant") -> object:
+        return {"type": kind, "message": {"content": [content]}}
+
+    assert kinds(
+        "qwen-code",
+        {"type": "system", "subtype": "init"},
+        said({"type": "thinking", "thinking": "hm"}),
+        said({"type": "text", "text": "let me"}),
+        said({"type": "tool_use", "id": "c", "name": "run_shell_command", "input": {}}),
+        said({"type": "tool_result", "tool_use_id": "c", "is_error": False, "content": "o"}, "user"),
+        {"type": "result", "subtype": "success", "is_error": False},
+    ) == [("reasoning", "hm"), ("assistant", "let me"), ("tool_call", None), ("tool_result", "o"), ("done", None)]
     command = {"id": "item_3", "type": "command_execution", "command": "/bin/bash -lc ls"}
     tool = {"id": "item_4", "type": "mcp_tool_call", "server": "notes", "tool": "read", "arguments": {"which": "a"}}
     content = [{"type": "text", "text": "kiwi"}, {"type": "image", "data": "AA=="}]

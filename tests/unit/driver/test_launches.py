@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument
-from penstock_driver.launches import AgentChoice, Launch, McpServer, Place, check_choice, plan_launch
+from penstock_driver.launches import AgentChoice, Launch, McpServer, Place, check_choice, check_host_tools, plan_launch
 from penstock_driver.registry import built_in_specs
 from penstock_driver.specs import AgentSpec, Delivery, parse_spec
 
@@ -52,7 +53,7 @@ def holds(tree: Any, value: Any) -> bool:
 @everyone
 @given(key=st.one_of(st.sampled_from(NASTY), ANYTHING.filter(str.strip)))
 def test_a_key_of_any_form_reaches_the_agent_in_a_file_and_in_no_argument(spec: AgentSpec, key: str) -> None:
-    """R1, R2: for every built-in agent; the key is a file's whole content or one value of a JSON or TOML file."""
+    """R1, R2: for every built-in agent; the key is a file's content, its last line's, or one value of JSON or TOML."""
     marked = f"<{key}>"
     launch = plan_launch(spec, AgentChoice(), place(api_key=marked), "task")
     assert not any(marked in argument for argument in launch.argv)
@@ -60,7 +61,9 @@ def test_a_key_of_any_form_reaches_the_agent_in_a_file_and_in_no_argument(spec: 
     found = [
         path
         for path, content in files(launch).items()
-        if content == marked.encode() or holds(tree(path, content), marked)
+        if content == marked.encode()
+        or content.endswith(b"_KEY=" + marked.encode())
+        or holds(tree(path, content), marked)
     ]
     assert len(found) == 1
 
@@ -108,7 +111,11 @@ def test_every_declared_option_takes_effect(spec: AgentSpec) -> None:
 def test_the_model_endpoint_is_in_a_file_and_not_in_the_environment_of_the_agents_programs(spec: AgentSpec) -> None:
     """R10, R18: the base URL arrives, and only by file."""
     launch = plan_launch(spec, AgentChoice(), place(), "task")
-    assert any(holds(tree(path, content), place().base_url) for path, content in files(launch).items())
+    url = place().base_url
+    assert any(
+        holds(tree(path, content), url) or f"_BASE_URL={url}\n".encode() in content
+        for path, content in files(launch).items()
+    )
     assert place().base_url not in str(launch.env)
     assert not launch.secret_env
 
@@ -198,6 +205,46 @@ def test_permission_skipping_flags_are_given_only_when_asked_for(agent: str, fla
     spec = SPECS[agent]
     assert flag not in plan_launch(spec, AgentChoice(), place(), "t").argv
     assert flag in plan_launch(spec, AgentChoice(skip_permissions=True), place(), "t").argv
+
+
+def test_the_gates_own_tools_are_configured_with_the_rollouts_token_for_an_agent_that_can_have_them() -> None:
+    """R1, R69: at the URL in the sandbox, the token in a file that is the agent's alone, beside the task's servers."""
+    here = replace(place(), tools_url="http://127.0.0.1:4000/rollout/r/mcp")
+    servers = (McpServer("local", ("prog",)),)
+    launch = plan_launch(SPECS["opencode"], AgentChoice(mcp_servers=servers), here, "task")
+    [file] = [item for item in launch.files if item.path.endswith("opencode.json")]
+    mcp = json.loads(file.content)["mcp"]
+    assert mcp.keys() == {"local", "penstock"}
+    assert mcp["penstock"]["url"] == here.tools_url
+    assert mcp["penstock"]["headers"] == {"Authorization": f"Bearer {here.api_key}"}
+    assert mcp["penstock"]["oauth"] is False
+    assert file.mode == 0o600
+    assert not any(here.api_key in argument for argument in launch.argv)
+    assert all(here.api_key not in value for value in launch.env.values())
+    check_host_tools(SPECS["opencode"], ["lookup"])
+    for name in ("pi", "shell"):
+        check_host_tools(SPECS[name], [])
+        with pytest.raises(FailedPrecondition, match=name) as refused:
+            check_host_tools(SPECS[name], ["lookup"])
+        assert refused.value.reason == "AGENT_WITHOUT_MCP"
+        assert "lookup" in refused.value.message
+
+
+def test_an_entry_that_takes_no_headers_is_refused_host_tools() -> None:
+    """R69: its requests would come without the rollout's token."""
+    spec = SPECS["opencode"]
+    assert spec.mcp is not None
+    without = spec.model_copy(update={"mcp": spec.mcp.model_copy(update={"entry": "{url: url}"})})
+    with pytest.raises(FailedPrecondition):
+        check_host_tools(without, ["lookup"])
+
+
+def test_the_name_of_the_gates_own_server_is_taken() -> None:
+    """R15, R69: a task's server cannot stand in its place."""
+    choice = AgentChoice(mcp_servers=(McpServer("penstock", ("prog",)),))
+    with pytest.raises(InvalidArgument) as refused:
+        check_choice(SPECS["opencode"], choice, "task")
+    assert [violation.field for violation in refused.value.violations] == ["spec.agent.mcp_servers[0].name"]
 
 
 @pytest.mark.parametrize("model", ["", "-x", "a b", "{{key}}", "a\nb", "{env:X}", "x" * 300])

@@ -66,7 +66,7 @@ def test_the_guides_example_holds() -> None:
 
 def test_the_built_in_agents_are_the_yaml_files() -> None:
     """R66: what comes with the driver is data."""
-    assert set(SPECS) == {"claude-code", "codex", "opencode", "pi", "shell"}
+    assert set(SPECS) == {"claude-code", "codex", "gemini-cli", "opencode", "pi", "qwen-code", "shell"}
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())

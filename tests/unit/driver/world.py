@@ -313,6 +313,7 @@ class HttpGate:
         self.hold: asyncio.Event | None = None
         self.holds: Callable[[dict[str, Any]], bool] = lambda body: True
         self.closing = GateClosing()
+        self.host_tools: tuple[str, ...] = ()
         self.ended_calls: asyncio.Queue[CallEnded] = asyncio.Queue()
         self.fail: dict[str, list[PenstockError]] = {}
         self._server: asyncio.Server | None = None
@@ -351,14 +352,19 @@ class HttpGate:
         if self.fail.get(name):
             raise self.fail[name].pop(0)
 
-    async def check(self, terms: bytes) -> None:
+    async def check(
+        self, terms: bytes, *, rollout_id: str, group_id: str | None, labels: Mapping[str, str]
+    ) -> Sequence[str]:
         self._failing("check")
+        return self.host_tools
 
     async def open(self, order: GateOrder) -> GateOpening:
         self._failing("open")
         self.opened[order.rollout_id] = order
         paths = {Dialect.CHAT_COMPLETIONS: f"/rollout/{order.rollout_id}/v1"}
-        return GateOpening(f"127.0.0.1:{self.port}", paths, "sk-test '$(leak)", "tiny")
+        return GateOpening(
+            f"127.0.0.1:{self.port}", paths, "sk-test '$(leak)", "tiny", self.host_tools, "/rollout/x/mcp"
+        )
 
     async def close(self, rollout_id: str, reason: str) -> GateClosing:
         self._failing("close")

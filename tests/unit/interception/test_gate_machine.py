@@ -28,10 +28,10 @@ from penstock_interception.clock import Clock
 from penstock_interception.codecs import CodecCache
 from penstock_interception.completions import Completion, Failure, Tokens
 from penstock_interception.dispatch import DispatchLimits
-from penstock_interception.gate import GateLimits
 from penstock_interception.graph import LogprobsMode
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, Route
+from penstock_interception.limits import GateLimits
 from penstock_interception.ports import Accepted
 from penstock_interception.requests import ChatRequest
 from penstock_interception.sessions import Credits, Selector, Session, View

@@ -122,4 +122,4 @@ def test_an_error_has_the_type_of_its_status_the_stable_code_and_the_field() -> 
         "type": "error",
         "error": {"type": "invalid_request_error", "message": "model: Field required.", "details": details},
     }
-    assert Messages().stream_problem(problem) == b"event: error\ndata: " + orjson.dumps(body) + b"\n\n"
+    assert Messages().stream_problem(problem, REQUEST) == b"event: error\ndata: " + orjson.dumps(body) + b"\n\n"

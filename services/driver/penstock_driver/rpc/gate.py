@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Final
 
 import grpc
@@ -38,20 +38,29 @@ class GrpcGate:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._gate = rollout_gate_service_pb2_grpc.RolloutGateServiceStub(channel)
 
-    async def check(self, terms: bytes) -> None:
+    async def check(
+        self, terms: bytes, *, rollout_id: str, group_id: str | None, labels: Mapping[str, str]
+    ) -> Sequence[str]:
         """See ports.Gate."""
         order = rollout_gate_service_pb2.OpenRolloutRequest.FromString(terms)
-        request = rollout_gate_service_pb2.CheckSourceRequest(mode=order.mode)
+        request = rollout_gate_service_pb2.CheckSourceRequest(
+            mode=order.mode,
+            rollout_id=rollout_id,
+            group_id=group_id,
+            run_id=order.run_id if order.HasField("run_id") else None,
+            labels=labels,
+        )
         if order.HasField("source"):
             request.source.CopyFrom(order.source)
         try:
             with typed_errors():
-                await self._gate.CheckSource(request, timeout=_PROBE_S)
+                answer = await self._gate.CheckSource(request, timeout=_PROBE_S)
         except Unavailable as error:
             if not error.reason.startswith("TRANSPORT_"):
                 raise
             message = f"the interception service cannot be reached: {error.message}"
             raise Unavailable(message, reason="INTERCEPTION_UNREACHABLE", retry_after_s=1.0) from error
+        return tuple(answer.host_tools)
 
     async def open(self, order: GateOrder) -> GateOpening:
         """See ports.Gate."""
@@ -82,6 +91,8 @@ class GrpcGate:
             base_paths={dialect_from_proto(item.dialect): item.base_path for item in answer.endpoints},
             token=answer.token,
             model_name=answer.rollout.model_name,
+            host_tools=tuple(answer.host_tools),
+            mcp_path=answer.mcp_path,
         )
 
     async def close(self, rollout_id: str, reason: str) -> GateClosing:

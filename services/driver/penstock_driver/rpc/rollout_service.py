@@ -61,7 +61,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             order = order_from_proto(request.spec, self._registry)
             rollout_id = _chosen_id(request.rollout_id, "rollout_id") or new_id("r")
             self._fleet.check_room(1)
-            await self._preflight.check(order)
+            await self._preflight.check(order, rollout_id)
             shown = as_applied(request.spec, order).SerializeToString()
             records = new_records(order, shown, [rollout_id])
             known = await self._remember(request_id, digest, records)
@@ -148,10 +148,10 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             order = order_from_proto(request.spec, self._registry)
             count = request.size + request.spares
             self._fleet.check_room(count)
-            await self._preflight.check(order)
-            shown = as_applied(request.spec, order).SerializeToString()
             group_id = _chosen_id(request.group_id, "group_id") or new_id("g")
             ids = tuple(f"{group_id}-{index}" for index in range(count))
+            await self._preflight.check(order, ids[0], group_id)
+            shown = as_applied(request.spec, order).SerializeToString()
             records = new_records(order, shown, ids, group_id)
             stragglers = request.stragglers
             group = GroupRecord(
@@ -252,6 +252,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             if request.samples_only:
                 trajectory.ClearField("calls")
                 trajectory.ClearField("branches")
+                trajectory.ClearField("host_tool_calls")
             yield rollout_service_pb2.GetTrajectoryResponse(trajectory=trajectory)
 
     async def ExportTrajectories(  # noqa: N802

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 from penstock_codec.chat import Message, Part, ReasoningPart, Role, TextPart, ToolCallPart, ToolResultPart
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, Route
+from penstock_interception.ingress.generate_content import GenerateContent
 from penstock_interception.ingress.messages import Messages
 from penstock_interception.ingress.messages_body import signature_of
 from penstock_interception.ingress.responses import Responses
@@ -88,10 +89,35 @@ def over_responses(messages: Sequence[Message]) -> Sequence[Message]:
     return Responses().parse(body, Route(Ask.COMPLETION)).messages
 
 
+def over_generate_content(messages: Sequence[Message]) -> Sequence[Message]:
+    """As google-genai writes the conversation into a body, and the ingress reads it."""
+    system = [{"text": message.text} for message in messages if message.role is Role.SYSTEM]
+    contents: list[dict[str, Any]] = []
+    for message in messages:
+        parts: list[dict[str, Any]] = []
+        for part in message.parts:
+            match part:
+                case TextPart():
+                    parts.append({"text": part.text})
+                case ReasoningPart():
+                    parts.append({"text": part.text, "thought": True, "thoughtSignature": "c2lnbmF0dXJl"})
+                case ToolCallPart():
+                    call = {"id": part.id, "name": part.name, "args": json.loads(part.arguments_json)}
+                    parts.append({"functionCall": call})
+        for result in message.tool_results:
+            response = {"id": result.call_id, "name": "bash", "response": {"output": result.text}}
+            parts.append({"functionResponse": response})
+        if message.role is not Role.SYSTEM:
+            contents.append({"role": "model" if message.role is Role.ASSISTANT else "user", "parts": parts})
+    body = {"contents": contents, **({"systemInstruction": {"parts": system}} if system else {})}
+    return GenerateContent().parse(json.dumps(body).encode(), Route(Ask.COMPLETION, "m", False)).messages
+
+
 DIALECTS: Final[Mapping[str, Dialect]] = {
     "domain": lambda messages: messages,
     "chat_completions": over_chat_completions,
     "messages": over_messages,
     "responses": over_responses,
+    "generate_content": over_generate_content,
 }
 """The dialects by name; "domain" is none at all."""

@@ -18,7 +18,7 @@ from aiohttp import web
 from penstock_chassis.errors import PenstockError
 from penstock_codec import CodecError
 from penstock_interception.calls import Arrival, Call, CallState, Mode, Rollout
-from penstock_interception.ingress import outcomes
+from penstock_interception.ingress import mcp, outcomes
 from penstock_interception.ingress.dialect import Ask, BadRequest, DialectCodec, Problem, Route
 from penstock_interception.ingress.joining import identify, same_call
 from penstock_interception.ingress.passthrough import Passthrough
@@ -35,7 +35,6 @@ MAX_SESSION_HEADER = 256
 INLINE_BODY_BYTES = 256 << 10
 _JSON: Final = "application/json"
 _STREAM_HEADERS: Final = {
-    "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache, no-transform",
     "x-accel-buffering": "no",
 }
@@ -66,6 +65,7 @@ class Ingress:
         self._dialects = (*others, self._fallback)
         self._passthrough = passthrough
         self._limits = limits or IngressLimits()
+        self._mcp = mcp.McpServer(turns, first_byte_s=self._limits.first_byte_s, keep_alive_s=self._limits.keep_alive_s)
 
     def app(self) -> web.Application:
         """The application, to be run with handler cancellation."""
@@ -82,6 +82,8 @@ class Ingress:
         path = request.match_info["path"]
         nearest = self._nearest(path)
         rollout = self._turns.gate.authorise(request.match_info["rollout_id"], _credential(request))
+        if path == mcp.PATH:
+            return self._mcp.unauthorised() if rollout is None else await self._mcp.serve(request, rollout)
         if rollout is None:
             return _problem(nearest, outcomes.UNAUTHORISED)
         dialect, route = nearest, None
@@ -197,7 +199,7 @@ class Ingress:
             await asyncio.wait([call.ended], timeout=self._limits.first_byte_s)
         if call.ended.done() and (problem := outcomes.of_ended(call)) is not None:
             return _problem(dialect, problem)
-        response = web.StreamResponse(headers=_STREAM_HEADERS)
+        response = web.StreamResponse(headers={**_STREAM_HEADERS, "content-type": dialect.stream_type(parsed)})
         await response.prepare(request)
         stream = dialect.stream(call, parsed)
         opening = stream.open()

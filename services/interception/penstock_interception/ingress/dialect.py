@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Final
 
 from penstock_interception.calls import Call, Dialect
 from penstock_interception.requests import ChatRequest
+
+EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 
 
 class BadRequest(Exception):
@@ -44,11 +47,15 @@ class Ask(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a request's line says before its body is read. `model` and `stream` are set where the path has them."""
+    """What a request's line says before its body is read. `model` and `stream` are set where the path has them.
+
+    `array`: the stream is the items of one JSON array, not events.
+    """
 
     ask: Ask
     model: str = ""
     stream: bool | None = None
+    array: bool = False
 
 
 class AnswerStream(ABC):
@@ -107,6 +114,10 @@ class DialectCodec(ABC):
     @abstractmethod
     def answer(self, call: Call, request: ChatRequest) -> bytes:
         """A whole answer as JSON, for a request that asked for no stream."""
+
+    def stream_type(self, request: ChatRequest) -> str:
+        """The content type of a stream."""
+        return EVENT_STREAM
 
     @abstractmethod
     def stream(self, call: Call, request: ChatRequest) -> AnswerStream:

@@ -30,8 +30,14 @@ _log = structlog.get_logger(__name__)
 
 # What a model is asked by; the key behind it may open more, such as files or an account, and that is not for agents.
 _OFFERED: Final = re.compile(
-    r"/v1/(chat/completions|completions|responses|messages|messages/count_tokens|embeddings|models(/[A-Za-z0-9_:@-][A-Za-z0-9_.:@-]*)*)"
+    r"/v1/(chat/completions|completions|responses|messages|messages/count_tokens|embeddings)"
+    r"|/v1(beta)?/models(/[A-Za-z0-9_:@-][A-Za-z0-9_.:@-]*)*"
 )
+# The version is the base URL's matter.
+_VERSION: Final = re.compile(r"^/v1(beta)?(?=/)")
+# Where dialects have a key, if not in a bearer token alone.
+_GOOGLE: Final = "x-goog-api-key"
+_KEYS: Final = (_GOOGLE, "x-api-key")
 
 _COUNTS: Final = "/v1/messages/count_tokens"
 
@@ -84,7 +90,7 @@ class Passthrough:
             call = self._turns.gate.admit(rollout, _arrival(body, dialect))
             self._turns.gate.journal(call)
         try:
-            return await self._exchange(request, source, path.removeprefix("/v1"), body, call)
+            return await self._exchange(request, source, path, body, call)
         except (aiohttp.ClientError, TimeoutError) as error:
             _log.warning("upstream unreachable", rollout_id=rollout.id, error=type(error).__name__)
             if call is not None:
@@ -101,12 +107,16 @@ class Passthrough:
         self, request: web.Request, source: UpstreamSource, path: str, body: bytes, call: Call | None
     ) -> web.StreamResponse:
         headers = _onward(request.headers)
-        headers.update(source.credentials())
-        if "x-api-key" in request.headers:
-            headers.update(source.credentials("x-api-key"))
+        given = next((name for name in _KEYS if name in request.headers), "")
+        if given != _GOOGLE:  # it takes one credential and no other
+            headers.update(source.credentials())
+        if given:
+            headers.update(source.credentials(given))
         # As it is: nothing of what the agent wrote is decoded or resolved once more on the way.
         url = URL(
-            source.base_url + path + (f"?{request.rel_url.raw_query_string}" if request.query_string else ""),
+            source.base_url
+            + _VERSION.sub("", path)
+            + (f"?{request.rel_url.raw_query_string}" if request.query_string else ""),
             encoded=True,
         )
         async with self._http.request(

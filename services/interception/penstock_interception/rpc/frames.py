@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_interception.calls import Call, Dialect
 from penstock_interception.requests import ChatRequest
-from penstock_interception.rpc import convert
+from penstock_interception.rpc import convert, tools
 from penstock_interception.sessions import Outbox, View
 
 FRAME_BYTES = 4 << 20
@@ -75,6 +75,9 @@ def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.Interc
     """The frames of what has gathered, cancellations before calls."""
     for reason, ids in box.cancelled.items():
         yield pb.InterceptResponse(cancelled=pb.CallsCancelled(call_ids=ids, reason=reason))
+    for reason, ids in box.tool_calls_cancelled.items():
+        gone = pb.ToolCallsCancelled(tool_call_ids=ids, reason=reason)
+        yield pb.InterceptResponse(tool_calls_cancelled=gone)
     if box.closed:
         yield pb.InterceptResponse(rollouts_closed=pb.RolloutsClosed(rollout_ids=box.closed))
     frame, size = pb.Calls(), 0
@@ -89,6 +92,7 @@ def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.Interc
         frame.calls.append(item)
     if size:
         yield pb.InterceptResponse(calls=frame)
+    yield from tools.frames_of(box.tool_calls, FRAME_BYTES)
     for open_calls in box.pauses:
         if open_calls is None:
             yield pb.InterceptResponse(resumed=pb.CallsResumed())

@@ -13,6 +13,7 @@ from google.protobuf.message import Message as ProtoMessage
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock.interception.v1 import rollout_gate_service_pb2_grpc as pb_grpc
+from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import FailedPrecondition
 from penstock_codec.chat import Sampling
 from penstock_interception.budgets import DEFAULT_CALL_TIMEOUT_S, Budgets
@@ -32,8 +33,9 @@ from penstock_interception.calls import (
 )
 from penstock_interception.capture import capture
 from penstock_interception.changes import CallChange, Change
+from penstock_interception.ingress import mcp
 from penstock_interception.ingress.dialect import DialectCodec
-from penstock_interception.rpc import convert, trajectory
+from penstock_interception.rpc import convert, tools, trajectory
 from penstock_interception.turns import Turns
 
 T = TypeVar("T")
@@ -66,7 +68,16 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     ) -> pb.CheckSourceResponse:
         source, caller_key = _source_from(request.source)
         resolved = await self._turns.check(_mode_from(request.mode), source, caller_key)
-        return pb.CheckSourceResponse(model_name=resolved.facts.model)
+        opening = Opening(
+            request_id="",
+            rollout_id=request.rollout_id,
+            mode=_mode_from(request.mode),
+            group_id=request.group_id if request.HasField("group_id") else None,
+            run_id=request.run_id if request.HasField("run_id") else None,
+            labels=tuple(sorted(request.labels.items())),
+        )
+        offered = [tool.name for tool in self._gate.tools.offered_to(opening)]
+        return pb.CheckSourceResponse(model_name=resolved.facts.model, host_tools=offered)
 
     async def OpenRollout(  # noqa: N802
         self, request: pb.OpenRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -84,6 +95,8 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
                 for dialect in spoken
             ],
             token=self._gate.token(rollout),
+            host_tools=[tool.name for tool in self._gate.tools.of(rollout.id)],
+            mcp_path=f"/rollout/{rollout.id}{mcp.PATH}",
         )
 
     async def CloseRollout(  # noqa: N802
@@ -127,6 +140,10 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         body_of = self._turns.store.body if request.include_bodies else None
         async for fragment in trajectory.fragments(captured, conversation, body_of):
             yield pb.GetCaptureResponse(trajectory=fragment)
+        if after is None:
+            for record in await self._turns.store.tools.calls_of(rollout.id):
+                item = tools.record_to(record, bodies=request.include_bodies)
+                yield pb.GetCaptureResponse(trajectory=trajectory_pb2.Trajectory(host_tool_calls=[item]))
 
     async def WatchCalls(  # noqa: N802
         self, request: pb.WatchCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -279,6 +296,7 @@ def _budgets_from(budgets: interception_pb2.Budgets) -> Budgets:
         max_tokens_per_call=number("max_tokens_per_call"),
         call_timeout_s=period("call_timeout") or DEFAULT_CALL_TIMEOUT_S,
         wall_time_s=period("wall_time"),
+        max_tool_calls=number("max_tool_calls"),
     )
 
 

@@ -22,15 +22,15 @@ from penstock_chassis.errors import (
     FailedPrecondition,
     InvalidArgument,
     NotFound,
-    Unsupported,
 )
 from penstock_interception.calls import Call
 from penstock_interception.completions import Failure
 from penstock_interception.ports import Accepted, Rejection, RejectionReason
-from penstock_interception.rpc import convert, trajectory
+from penstock_interception.rpc import convert, tools, trajectory
 from penstock_interception.rpc.frames import CallWriter, frames_of
 from penstock_interception.rpc.gate_service import paged
 from penstock_interception.sessions import DEFAULT_CREDIT_BYTES, Credits, Selector, Session, View
+from penstock_interception.tools import offers
 from penstock_interception.turns import Turns
 from penstock_interception.unary import UnaryLeases
 
@@ -53,13 +53,22 @@ register_intercept = pb_grpc.add_InterceptServiceServicer_to_server
 class InterceptServicer(pb_grpc.InterceptServiceServicer):
     """See protos/penstock/interception/v1/intercept_service.proto."""
 
-    def __init__(self, turns: Turns, writer: CallWriter, stopping: asyncio.Event, *, heartbeat_s: float = 15.0) -> None:
+    def __init__(
+        self,
+        turns: Turns,
+        writer: CallWriter,
+        stopping: asyncio.Event,
+        *,
+        heartbeat_s: float = 15.0,
+        allowed_tools: tuple[str, ...] = ("*",),
+    ) -> None:
         self._turns = turns
         self._gate = turns.gate
         self._leases = UnaryLeases(turns.gate.dispatcher)
         self._writer = writer
         self._stopping = stopping
         self._heartbeat_s = heartbeat_s
+        self._allowed_tools = allowed_tools
 
     async def Intercept(  # noqa: N802
         self,
@@ -129,7 +138,11 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
     async def RegisterTools(  # noqa: N802
         self, request: pb.RegisterToolsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.RegisterToolsResponse:
-        raise Unsupported("This version offers no host tools.", reason="HOST_TOOLS_UNSUPPORTED")
+        session = self._gate.dispatcher.session(request.session_id)
+        offered = offers.accepted(tools.proposals_from(request.tools), self._allowed_tools)
+        selector = _selector(request.selector) if request.HasField("selector") else session.lane.selector
+        await asyncio.shield(self._gate.tools.offer(session, selector, offered))
+        return pb.RegisterToolsResponse()
 
     async def ListCalls(  # noqa: N802
         self, request: pb.ListCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -184,6 +197,7 @@ class _Stream:
         self._stopping = stopping
         self._replies: list[pb.InterceptResponse] = []
         self._verdicts: asyncio.Queue[list[Accepted | Rejection] | None] = asyncio.Queue()
+        self._tool_verdicts: asyncio.Queue[list[Accepted | Rejection] | None] = asyncio.Queue()
         self._heard = asyncio.get_running_loop().time()
         self._said_goodbye = False
         self._told_go_away = False
@@ -193,12 +207,14 @@ class _Stream:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._acknowledge())
+                group.create_task(self._acknowledge_tool_results())
                 async for request in requests:
                     self._heard = asyncio.get_running_loop().time()
                     await self._take(request)
                     if self._said_goodbye:
                         break
                 self._verdicts.put_nowait(None)
+                self._tool_verdicts.put_nowait(None)
         finally:
             self.session.end()
 
@@ -207,13 +223,27 @@ class _Stream:
         while (verdicts := await self._verdicts.get()) is not None:
             self._reply(pb.InterceptResponse(acknowledged=await _told(verdicts)))
 
+    async def _acknowledge_tool_results(self) -> None:
+        while (verdicts := await self._tool_verdicts.get()) is not None:
+            told = await _told(verdicts)
+            acknowledged = pb.ToolResultsAcknowledged(
+                accepted_tool_call_ids=told.accepted_call_ids, rejected=told.rejected
+            )
+            self._reply(pb.InterceptResponse(tool_results_acknowledged=acknowledged))
+
+    def _judge_tool_result(self, message: pb.HostToolResult) -> Accepted | Rejection:
+        result = tools.result_from(message)
+        if isinstance(result, Rejection):
+            return result
+        return self._gate.tools.settle(self.session, message.tool_call_id, result)
+
     async def frames(self, writer: CallWriter) -> AsyncIterator[pb.InterceptResponse]:
         """Frames to send, until the session ends."""
         loop = asyncio.get_running_loop()
         session = self.session
         while True:
             box = session.drain()
-            if box.calls:
+            if box.calls or box.tool_calls:
                 # A call that a trainer has seen is one that a restart still knows.
                 await self._turns.store.settled()
             replies, self._replies = self._replies, []
@@ -266,7 +296,8 @@ class _Stream:
             case "goodbye":
                 self._said_goodbye = True
             case "tool_results":
-                raise Unsupported("This version offers no host tools.", reason="HOST_TOOLS_UNSUPPORTED")
+                given = request.tool_results.results
+                self._tool_verdicts.put_nowait([self._judge_tool_result(result) for result in given])
             case "hello":
                 raise AlreadyExists("Hello is sent once.", reason="HELLO_REPEATED")
             case "heartbeat" | None:

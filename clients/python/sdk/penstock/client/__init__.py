@@ -60,6 +60,7 @@ from penstock.client.errors import (
     Violation,
 )
 from penstock.client.handles import GroupHandle, RolloutHandle
+from penstock.client.host_tools import HostTool, HostToolCall, ToolFailed
 from penstock.client.inference import EngineInfo, PauseMode, Prompt, WeightUpdate
 from penstock.client.results import (
     AgentEvent,
@@ -102,7 +103,16 @@ from penstock.client.tasks import (
     Upstream,
     Verifier,
 )
-from penstock.client.trajectories import Branch, Call, Finding, Reward, Sample, Trajectory, TurnSpan
+from penstock.client.trajectories import (
+    Branch,
+    Call,
+    Finding,
+    RecordedToolCall,
+    Reward,
+    Sample,
+    Trajectory,
+    TurnSpan,
+)
 
 __all__ = [
     "Aborted",
@@ -135,6 +145,8 @@ __all__ = [
     "FinishReason",
     "Group",
     "GroupHandle",
+    "HostTool",
+    "HostToolCall",
     "Image",
     "Inference",
     "InterceptSession",
@@ -163,6 +175,7 @@ __all__ = [
     "Progress",
     "Prompt",
     "Reasoning",
+    "RecordedToolCall",
     "ResourceExhausted",
     "Resources",
     "ResultRejected",
@@ -189,6 +202,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolChoice",
+    "ToolFailed",
     "ToolResult",
     "Trajectory",
     "TurnSpan",

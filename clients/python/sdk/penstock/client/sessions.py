@@ -26,6 +26,7 @@ from penstock.client.errors import (
     Unavailable,
     from_rpc_error,
 )
+from penstock.client.host_tools import HostTool, Serving
 from penstock.client.leases import Leases
 from penstock.client.rpc import Backoff, Service
 from penstock.client.wire import duration, seconds
@@ -71,12 +72,7 @@ class InterceptSession:
             raise InvalidArgument("A session needs at least one credit", reason="CREDITS")
         self._service = service
         self._stub = pb_grpc.InterceptServiceStub(service.channel)
-        self._selector = pb.CallSelector(
-            run_id=selector.run_id,
-            group_id=selector.group_id,
-            rollout_ids=selector.rollout_ids,
-            labels=selector.labels,
-        )
+        self._selector = _selector_to(selector)
         self._credits = pb.Credits(calls=credits, bytes=credit_bytes)
         self._identity = identity
         self._policy_version = policy_version
@@ -88,6 +84,7 @@ class InterceptSession:
         self._outbox: deque[pb.InterceptRequest] = deque()
         self._wake = asyncio.Event()
         self._leases = Leases(self._wake)
+        self._tools = Serving(self._wake)
         self._pause: tuple[str, float | None] | None = None
         self._pausing: asyncio.Future[int] | None = None
         self._resuming: asyncio.Future[None] | None = None
@@ -126,6 +123,7 @@ class InterceptSession:
             finally:
                 await self._end_task()
         self._end(SessionLost("The session is closed", reason="SESSION_CLOSED"))
+        await self._tools.ended()
 
     async def calls(self) -> AsyncGenerator[ModelCall, None]:
         """Calls to answer, oldest first; ends when the session is closed or finished. Several loops may share it.
@@ -153,6 +151,31 @@ class InterceptSession:
             raise InvalidArgument("Credits are not negative", reason="CREDITS")
         self._credits = pb.Credits(calls=calls, bytes=credit_bytes)
         self._send(pb.InterceptRequest(credits=self._credits))
+
+    async def offer_tools(self, tools: Sequence[HostTool], *, selector: Selector | None = None) -> None:
+        """Offers tools of this program to the agents of rollouts that are created from now on; their calls run here.
+
+        Args:
+            tools: in place of what this session offered to the same selector before; none = withdraws it. Rollouts that
+                are open keep what they were offered.
+            selector: whose agents, in whatever mode; None = those whose calls the session wants.
+
+        Raises:
+            InvalidArgument: `TOOL_NAME_RESERVED`, `TOOL_NOT_ALLOWED`, `FIELD_INVALID`, `HOST_TOOL`; violations name
+                the fields.
+        """
+        self._raise_if_over()
+        whose = self._selector if selector is None else _selector_to(selector)
+        request = pb.RegisterToolsRequest(
+            session_id=self.session_id, selector=whose, tools=self._tools.check(tools, whose)
+        )
+        before = self._tools.offers(whose)
+        self._tools.offered(tools, whose)  # first: a call may come before the answer
+        try:
+            await self._service.call(self._stub.RegisterTools, request, repeatable=True)
+        except BaseException:
+            self._tools.offered(before, whose)
+            raise
 
     async def pause(self, reason: str = "", *, max_duration: float | None = None) -> int:
         """Holds the calls of this selector, for every session and for the model source; agents see keep-alives.
@@ -235,6 +258,9 @@ class InterceptSession:
             if welcome is None or not welcome.HasField("welcome"):
                 raise Internal("The gate did not begin with Welcome", reason="PROTOCOL")
             self._take_up(welcome.welcome)
+            if not welcome.welcome.resumed:
+                for request in self._tools.registrations(self.session_id):
+                    await self._service.call(self._stub.RegisterTools, request)
             interval = seconds(welcome.welcome, "heartbeat_interval") or 10.0
             writer = asyncio.create_task(self._write(stream, interval), name="penstock-intercept-writer")
             while (frame := await self._read(stream)) is not None:
@@ -274,6 +300,7 @@ class InterceptSession:
         if self._credits.calls == 0:
             self._outbox.append(pb.InterceptRequest(credits=self._credits))
         self._leases.taken_up(set(welcome.held_call_ids) if welcome.resumed else None)
+        self._tools.taken_up(resumed=welcome.resumed)
         if self._pause is not None and (self._pausing is not None or not welcome.resumed):
             self._outbox.append(self._pause_frame())
         elif self._resuming is not None:
@@ -327,8 +354,10 @@ class InterceptSession:
     def _next_frame(self) -> pb.InterceptRequest | None:
         if self._outbox:
             return self._outbox.popleft()
-        results = self._leases.next_results()
-        return None if results is None else pb.InterceptRequest(results=results)
+        if (results := self._leases.next_results()) is not None:
+            return pb.InterceptRequest(results=results)
+        tool_results = self._tools.next_results()
+        return None if tool_results is None else pb.InterceptRequest(tool_results=tool_results)
 
     def _receive(self, frame: pb.InterceptResponse) -> None:
         match frame.WhichOneof("frame"):
@@ -354,6 +383,13 @@ class InterceptSession:
                 if self._resuming is not None:
                     self._resuming.set_result(None)
                     self._resuming = None
+            case "tool_calls":
+                for call in frame.tool_calls.calls:
+                    self._tools.called(call)
+            case "tool_calls_cancelled":
+                self._tools.cancelled(frame.tool_calls_cancelled.tool_call_ids)
+            case "tool_results_acknowledged":
+                self._tools.acknowledged(frame.tool_results_acknowledged)
             case "go_away":
                 retry_after = seconds(frame.go_away, "retry_after")
                 self._go_away = Unavailable(frame.go_away.reason, reason="GO_AWAY", retry_after=retry_after)
@@ -373,11 +409,21 @@ class InterceptSession:
             if future is not None and not future.done():
                 future.set_exception(error)
         self._leases.end(error)
+        self._tools.end()
 
     async def _end_task(self) -> None:
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
+
+
+def _selector_to(selector: Selector) -> pb.CallSelector:
+    return pb.CallSelector(
+        run_id=selector.run_id,
+        group_id=selector.group_id,
+        rollout_ids=selector.rollout_ids,
+        labels=selector.labels,
+    )
 
 
 def _passes(error: PenstockError) -> bool:

@@ -196,6 +196,7 @@ class Budgets:
     max_tokens_per_call: int | None = None
     call_timeout: float | None = None
     wall_time: float | None = None
+    max_tool_calls: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,33 @@ class Call:
     chain_index: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedToolCall:
+    """A call of a host tool, as the gate recorded it.
+
+    Attributes:
+        index: position among the rollout's host tool calls, from 0.
+        state: delivered (it has a result, be it an error), failed, cancelled or expired; queued or leased while open.
+        arguments_json: as the agent gave them.
+        is_error: the tool said that it failed.
+        result_json: the result; empty without one, and when the trajectory was read without bodies.
+        result_bytes: length of it.
+    """
+
+    tool_call_id: str
+    index: int
+    name: str
+    state: str
+    arguments_json: str
+    is_error: bool
+    result_json: str
+    result_sha256: bytes
+    result_bytes: int
+    end_reason: str
+    receive_time: datetime | None
+    end_time: datetime | None
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """A path through the graph of calls."""
@@ -156,6 +183,7 @@ class Trajectory:
     task_metadata: Mapping[str, Any]
     failure_cause: str
     failure_reason: str
+    host_tool_calls: tuple[RecordedToolCall, ...] = ()
 
     def prompt_of(self, call_id: str) -> TokenIds:
         """The whole prompt of a call, put together from its parents'.

@@ -224,6 +224,23 @@ def _branch(message: trajectory_pb2.Branch) -> trajectories.Branch:
     )
 
 
+def _tool_call(message: trajectory_pb2.HostToolCall) -> trajectories.RecordedToolCall:
+    return trajectories.RecordedToolCall(
+        tool_call_id=message.tool_call_id,
+        index=message.index,
+        name=message.name,
+        state=word(trajectory_pb2.CallState, message.state, "CALL_STATE_"),
+        arguments_json=message.arguments_json,
+        is_error=message.is_error,
+        result_json=message.result_json,
+        result_sha256=message.result_sha256,
+        result_bytes=message.result_bytes,
+        end_reason=message.end_reason,
+        receive_time=time(message, "receive_time"),
+        end_time=time(message, "end_time"),
+    )
+
+
 def _finding(message: trajectory_pb2.Finding) -> trajectories.Finding:
     severity = word(trajectory_pb2.Finding.Severity, message.severity, "SEVERITY_")
     return trajectories.Finding(severity, message.reason, message.message, optional(message, "call_id"))
@@ -256,4 +273,5 @@ def trajectory(message: trajectory_pb2.Trajectory) -> trajectories.Trajectory:
         task_metadata=values(message.task_metadata),
         failure_cause=message.failure_cause,
         failure_reason=message.failure_reason,
+        host_tool_calls=tuple(map(_tool_call, message.host_tool_calls)),
     )

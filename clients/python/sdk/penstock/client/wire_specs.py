@@ -167,6 +167,7 @@ def budgets(value: tasks.Budgets) -> interception_pb2.Budgets:
         max_tokens_per_call=value.max_tokens_per_call,
         call_timeout=duration(value.call_timeout),
         wall_time=duration(value.wall_time),
+        max_tool_calls=value.max_tool_calls,
     )
 
 

@@ -329,7 +329,10 @@ class McpConfig(_message.Message):
     key: _builtins.str
     """Where in the file the servers go, for example "mcp" or "mcpServers": a path of object keys separated by dots."""
     entry: _builtins.str
-    """A JMESPath expression from {name, command, args, env, url} to the agent's own entry for one server."""
+    """A JMESPath expression from {name, command, args, env, url, headers} to the agent's own entry for one server. headers, an
+    object, holds the credential of the gate's own server, which offers host tools, and is null for others; an entry that leaves
+    it out makes rollouts that are offered host tools refused for this agent (AGENT_WITHOUT_MCP).
+    """
     def __init__(
         self,
         *,

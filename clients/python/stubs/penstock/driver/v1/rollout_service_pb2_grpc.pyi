@@ -44,8 +44,9 @@ class RolloutServiceStub:
     Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
     (REQUEST_ID_REUSED).
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its agent
+    cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with
+    RetryInfo); for the model source those of RolloutGateService.CheckSource.
     """
     GetRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]
     """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
@@ -114,8 +115,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
     (REQUEST_ID_REUSED).
     Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-    RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+    BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its agent
+    cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with
+    RetryInfo); for the model source those of RolloutGateService.CheckSource.
     """
     GetRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]  # type: ignore[assignment]
     """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
@@ -187,8 +189,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent by request_id: the same id with the same spec gives the same rollout, with another spec ALREADY_EXISTS
         (REQUEST_ID_REUSED).
         Errors: NOT_FOUND (AGENT_UNKNOWN), ALREADY_EXISTS (ROLLOUT_EXISTS), FAILED_PRECONDITION (BACKEND_UNKNOWN,
-        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE),
-        RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo); for the model source those of RolloutGateService.CheckSource.
+        BACKEND_UNAVAILABLE, CAPABILITY_MISSING, AGENT_NEEDS_ROOT; AGENT_WITHOUT_MCP: it would be offered host tools, and its agent
+        cannot use them), UNAVAILABLE (SANDBOX_UNREACHABLE, INTERCEPTION_UNREACHABLE), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with
+        RetryInfo); for the model source those of RolloutGateService.CheckSource.
         """
 
     @_abc_1.abstractmethod

@@ -476,7 +476,7 @@ Global___PolicyAnnounced: _TypeAlias = PolicyAnnounced  # noqa: Y015
 
 @_typing.final
 class ToolResults(_message.Message):
-    """Results of host tools."""
+    """Results of host tools. Each is answered by ToolResultsAcknowledged."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -507,8 +507,14 @@ class HostToolResult(_message.Message):
     IS_ERROR_FIELD_NUMBER: _builtins.int
     tool_call_id: _builtins.str
     is_error: _builtins.bool
+    """The tool failed, and the result says how in words for the agent."""
     @_builtins.property
-    def result(self) -> _struct_pb2.Struct: ...
+    def result(self) -> _struct_pb2.Struct:
+        """What the agent gets: {"text": TEXT} is that text; {"content": [...]} is a list of MCP's own content blocks of the types text,
+        image and audio; anything else is told as JSON and as MCP's structured content. As JSON at most the operator's
+        max_tool_bytes.
+        """
+
     def __init__(
         self,
         *,
@@ -561,6 +567,8 @@ class InterceptResponse(_message.Message):
     GO_AWAY_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_CANCELLED_FIELD_NUMBER: _builtins.int
+    TOOL_RESULTS_ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -585,6 +593,10 @@ class InterceptResponse(_message.Message):
 
     @_builtins.property
     def resumed(self) -> Global___CallsResumed: ...
+    @_builtins.property
+    def tool_calls_cancelled(self) -> Global___ToolCallsCancelled: ...
+    @_builtins.property
+    def tool_results_acknowledged(self) -> Global___ToolResultsAcknowledged: ...
     def __init__(
         self,
         *,
@@ -598,12 +610,14 @@ class InterceptResponse(_message.Message):
         go_away: Global___GoAway | None = ...,
         paused: Global___CallsPaused | None = ...,
         resumed: Global___CallsResumed | None = ...,
+        tool_calls_cancelled: Global___ToolCallsCancelled | None = ...,
+        tool_results_acknowledged: Global___ToolResultsAcknowledged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "calls", b"calls", "cancelled", b"cancelled", "frame", b"frame", "go_away", b"go_away", "heartbeat", b"heartbeat", "paused", b"paused", "resumed", b"resumed", "rollouts_closed", b"rollouts_closed", "tool_calls", b"tool_calls", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "calls", b"calls", "cancelled", b"cancelled", "frame", b"frame", "go_away", b"go_away", "heartbeat", b"heartbeat", "paused", b"paused", "resumed", b"resumed", "rollouts_closed", b"rollouts_closed", "tool_calls", b"tool_calls", "tool_calls_cancelled", b"tool_calls_cancelled", "tool_results_acknowledged", b"tool_results_acknowledged", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "calls", b"calls", "cancelled", b"cancelled", "frame", b"frame", "go_away", b"go_away", "heartbeat", b"heartbeat", "paused", b"paused", "resumed", b"resumed", "rollouts_closed", b"rollouts_closed", "tool_calls", b"tool_calls", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "calls", b"calls", "cancelled", b"cancelled", "frame", b"frame", "go_away", b"go_away", "heartbeat", b"heartbeat", "paused", b"paused", "resumed", b"resumed", "rollouts_closed", b"rollouts_closed", "tool_calls", b"tool_calls", "tool_calls_cancelled", b"tool_calls_cancelled", "tool_results_acknowledged", b"tool_results_acknowledged", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["welcome", "calls", "acknowledged", "cancelled", "rollouts_closed", "tool_calls", "heartbeat", "go_away", "paused", "resumed"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["welcome", "calls", "acknowledged", "cancelled", "rollouts_closed", "tool_calls", "heartbeat", "go_away", "paused", "resumed", "tool_calls_cancelled", "tool_results_acknowledged"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -1046,7 +1060,9 @@ Global___RolloutsClosed: _TypeAlias = RolloutsClosed  # noqa: Y015
 
 @_typing.final
 class ToolCalls(_message.Message):
-    """Calls of host tools by agents."""
+    """Calls of host tools by agents. Credits do not count them: the operator bounds how many a rollout may have open. After a resume
+    those that are still open are sent again, under the ids that they had.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1068,19 +1084,63 @@ Global___ToolCalls: _TypeAlias = ToolCalls  # noqa: Y015
 
 @_typing.final
 class HostToolCall(_message.Message):
-    """One call of a host tool."""
+    """One call of a host tool. Its arguments hold the tool's schema."""
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    GROUP_INDEX_FIELD_NUMBER: _builtins.int
+    RECEIVE_TIME_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     tool_call_id: _builtins.str
+    """Never used for another call: a repeat is the same call, to be carried out once."""
     rollout_id: _builtins.str
     name: _builtins.str
+    arguments_json: _builtins.str
+    """The same as JSON text: a Struct has doubles only."""
+    group_id: _builtins.str
+    run_id: _builtins.str
+    task_id: _builtins.str
+    group_index: _builtins.int
+    """The rollout's position in its group."""
     @_builtins.property
     def arguments(self) -> _struct_pb2.Struct: ...
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def receive_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When the agent is told that the tool took too long."""
+
     def __init__(
         self,
         *,
@@ -1088,14 +1148,93 @@ class HostToolCall(_message.Message):
         rollout_id: _builtins.str = ...,
         name: _builtins.str = ...,
         arguments: _struct_pb2.Struct | None = ...,
+        arguments_json: _builtins.str = ...,
+        group_id: _builtins.str | None = ...,
+        run_id: _builtins.str | None = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        task_id: _builtins.str | None = ...,
+        group_index: _builtins.int | None = ...,
+        receive_time: _timestamp_pb2.Timestamp | None = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_task_id", b"_task_id", "arguments", b"arguments", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "receive_time", b"receive_time", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "name", b"name", "rollout_id", b"rollout_id", "tool_call_id", b"tool_call_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_task_id", b"_task_id", "arguments", b"arguments", "arguments_json", b"arguments_json", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "labels", b"labels", "name", b"name", "receive_time", b"receive_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "task_id", b"task_id", "tool_call_id", b"tool_call_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
+    _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
+    _WhichOneofReturnType__group_index: _TypeAlias = _typing.Literal["group_index"]  # noqa: Y015
+    _WhichOneofArgType__group_index: _TypeAlias = _typing.Literal["_group_index", b"_group_index"]  # noqa: Y015
+    _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
+    _WhichOneofArgType__run_id: _TypeAlias = _typing.Literal["_run_id", b"_run_id"]  # noqa: Y015
+    _WhichOneofReturnType__task_id: _TypeAlias = _typing.Literal["task_id"]  # noqa: Y015
+    _WhichOneofArgType__task_id: _TypeAlias = _typing.Literal["_task_id", b"_task_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_id) -> _WhichOneofReturnType__group_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_index) -> _WhichOneofReturnType__group_index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__run_id) -> _WhichOneofReturnType__run_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__task_id) -> _WhichOneofReturnType__task_id | None: ...
+
+Global___HostToolCall: _TypeAlias = HostToolCall  # noqa: Y015
+
+@_typing.final
+class ToolCallsCancelled(_message.Message):
+    """Host tool calls of this session that need no result any more: work on them may stop."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOL_CALL_IDS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Stable UPPER_SNAKE: AGENT_CANCELLED, AGENT_GONE, EXPIRED, ROLLOUT_CLOSED."""
+    @_builtins.property
+    def tool_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        tool_call_ids: _abc.Iterable[_builtins.str] | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "tool_call_ids", b"tool_call_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___HostToolCall: _TypeAlias = HostToolCall  # noqa: Y015
+Global___ToolCallsCancelled: _TypeAlias = ToolCallsCancelled  # noqa: Y015
+
+@_typing.final
+class ToolResultsAcknowledged(_message.Message):
+    """What became of results of host tools."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACCEPTED_TOOL_CALL_IDS_FIELD_NUMBER: _builtins.int
+    REJECTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def accepted_tool_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Accepted and on disk: they will neither be lost nor asked for again."""
+
+    @_builtins.property
+    def rejected(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResultRejected]:
+        """Those that were not; call_id is the tool call's. After REASON_INVALID the call is still open."""
+
+    def __init__(
+        self,
+        *,
+        accepted_tool_call_ids: _abc.Iterable[_builtins.str] | None = ...,
+        rejected: _abc.Iterable[Global___ResultRejected] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tool_call_ids", b"accepted_tool_call_ids", "rejected", b"rejected"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolResultsAcknowledged: _TypeAlias = ToolResultsAcknowledged  # noqa: Y015
 
 @_typing.final
 class GoAway(_message.Message):
@@ -1273,10 +1412,18 @@ class RegisterToolsRequest(_message.Message):
     SELECTOR_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
+    """Welcome.session_id."""
     @_builtins.property
-    def selector(self) -> Global___CallSelector: ...
+    def selector(self) -> Global___CallSelector:
+        """Of whichever mode, other than for calls. Unset = the session's own."""
+
     @_builtins.property
-    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Tool]: ...
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_chat_pb2.Tool]:
+        """At most 64. Names: a letter, then letters, digits, _ and -, 48 at most; unique. Descriptions: at most 16 KiB. Schemas: at most
+        64 KiB, JSON Schema (2020-12 unless $schema says otherwise) of an object, references within it only, patterns as RE2 has
+        them; empty = an object of whatever content. `strict` has no effect: arguments are always checked.
+        """
+
     def __init__(
         self,
         *,

@@ -113,9 +113,12 @@ class InterceptServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegisterTools(self, request, context):
-        """Registers tools that the trainer's host offers to the agents of rollouts that are opened later; an agent reaches them as an
-        MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session.
-        Errors: INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED).
+        """Registers tools that the trainer's host offers to the agents of rollouts that are opened later, in whatever mode; an agent
+        reaches them as an MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session:
+        with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
+        A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
+        What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
+        Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,9 +56,12 @@ class InterceptServiceStub:
     CompleteCalls: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.CompleteCallsRequest, _intercept_service_pb2.CompleteCallsResponse]
     """Results for leased calls, each judged by itself; also extends leases."""
     RegisterTools: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.RegisterToolsRequest, _intercept_service_pb2.RegisterToolsResponse]
-    """Registers tools that the trainer's host offers to the agents of rollouts that are opened later; an agent reaches them as an
-    MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session.
-    Errors: INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED).
+    """Registers tools that the trainer's host offers to the agents of rollouts that are opened later, in whatever mode; an agent
+    reaches them as an MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session:
+    with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
+    A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
+    What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
+    Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID).
     """
     ListCalls: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.ListCallsRequest, _intercept_service_pb2.ListCallsResponse]
     """Calls of a rollout in order of arrival.
@@ -97,9 +100,12 @@ class InterceptServiceAsyncStub(InterceptServiceStub):
     CompleteCalls: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.CompleteCallsRequest, _intercept_service_pb2.CompleteCallsResponse]  # type: ignore[assignment]
     """Results for leased calls, each judged by itself; also extends leases."""
     RegisterTools: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.RegisterToolsRequest, _intercept_service_pb2.RegisterToolsResponse]  # type: ignore[assignment]
-    """Registers tools that the trainer's host offers to the agents of rollouts that are opened later; an agent reaches them as an
-    MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session.
-    Errors: INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED).
+    """Registers tools that the trainer's host offers to the agents of rollouts that are opened later, in whatever mode; an agent
+    reaches them as an MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session:
+    with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
+    A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
+    What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
+    Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID).
     """
     ListCalls: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.ListCallsRequest, _intercept_service_pb2.ListCallsResponse]  # type: ignore[assignment]
     """Calls of a rollout in order of arrival.
@@ -159,9 +165,12 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _intercept_service_pb2.RegisterToolsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_intercept_service_pb2.RegisterToolsResponse, _abc.Awaitable[_intercept_service_pb2.RegisterToolsResponse]]:
-        """Registers tools that the trainer's host offers to the agents of rollouts that are opened later; an agent reaches them as an
-        MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session.
-        Errors: INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED).
+        """Registers tools that the trainer's host offers to the agents of rollouts that are opened later, in whatever mode; an agent
+        reaches them as an MCP server at the ingress, and their calls come as ToolCalls of the session. They go with the session:
+        with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
+        A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
+        What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
+        Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID).
         """
 
     @_abc_1.abstractmethod

@@ -200,6 +200,7 @@ class Budgets(_message.Message):
     MAX_TOKENS_PER_CALL_FIELD_NUMBER: _builtins.int
     CALL_TIMEOUT_FIELD_NUMBER: _builtins.int
     WALL_TIME_FIELD_NUMBER: _builtins.int
+    MAX_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     max_calls: _builtins.int
     """Calls of all classes."""
     max_completion_tokens: _builtins.int
@@ -208,6 +209,8 @@ class Budgets(_message.Message):
     """Prompt and sampled tokens of all calls, as an engine would bill them."""
     max_tokens_per_call: _builtins.int
     """Sampled tokens of one call: a call that asks for more gets this."""
+    max_tool_calls: _builtins.int
+    """Calls of host tools. Reaching it refuses further ones in words for the agent; model calls go on, and the rollout is not marked."""
     @_builtins.property
     def call_timeout(self) -> _duration_pb2.Duration:
         """How long one call may wait for its answer. Default 1 h."""
@@ -225,10 +228,11 @@ class Budgets(_message.Message):
         max_tokens_per_call: _builtins.int | None = ...,
         call_timeout: _duration_pb2.Duration | None = ...,
         wall_time: _duration_pb2.Duration | None = ...,
+        max_tool_calls: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_completion_tokens", b"_max_completion_tokens", "_max_tokens_per_call", b"_max_tokens_per_call", "_max_total_tokens", b"_max_total_tokens", "call_timeout", b"call_timeout", "max_calls", b"max_calls", "max_completion_tokens", b"max_completion_tokens", "max_tokens_per_call", b"max_tokens_per_call", "max_total_tokens", b"max_total_tokens", "wall_time", b"wall_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_completion_tokens", b"_max_completion_tokens", "_max_tokens_per_call", b"_max_tokens_per_call", "_max_tool_calls", b"_max_tool_calls", "_max_total_tokens", b"_max_total_tokens", "call_timeout", b"call_timeout", "max_calls", b"max_calls", "max_completion_tokens", b"max_completion_tokens", "max_tokens_per_call", b"max_tokens_per_call", "max_tool_calls", b"max_tool_calls", "max_total_tokens", b"max_total_tokens", "wall_time", b"wall_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_completion_tokens", b"_max_completion_tokens", "_max_tokens_per_call", b"_max_tokens_per_call", "_max_total_tokens", b"_max_total_tokens", "call_timeout", b"call_timeout", "max_calls", b"max_calls", "max_completion_tokens", b"max_completion_tokens", "max_tokens_per_call", b"max_tokens_per_call", "max_total_tokens", b"max_total_tokens", "wall_time", b"wall_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_completion_tokens", b"_max_completion_tokens", "_max_tokens_per_call", b"_max_tokens_per_call", "_max_tool_calls", b"_max_tool_calls", "_max_total_tokens", b"_max_total_tokens", "call_timeout", b"call_timeout", "max_calls", b"max_calls", "max_completion_tokens", b"max_completion_tokens", "max_tokens_per_call", b"max_tokens_per_call", "max_tool_calls", b"max_tool_calls", "max_total_tokens", b"max_total_tokens", "wall_time", b"wall_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_calls: _TypeAlias = _typing.Literal["max_calls"]  # noqa: Y015
     _WhichOneofArgType__max_calls: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls"]  # noqa: Y015
@@ -236,6 +240,8 @@ class Budgets(_message.Message):
     _WhichOneofArgType__max_completion_tokens: _TypeAlias = _typing.Literal["_max_completion_tokens", b"_max_completion_tokens"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens_per_call: _TypeAlias = _typing.Literal["max_tokens_per_call"]  # noqa: Y015
     _WhichOneofArgType__max_tokens_per_call: _TypeAlias = _typing.Literal["_max_tokens_per_call", b"_max_tokens_per_call"]  # noqa: Y015
+    _WhichOneofReturnType__max_tool_calls: _TypeAlias = _typing.Literal["max_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__max_tool_calls: _TypeAlias = _typing.Literal["_max_tool_calls", b"_max_tool_calls"]  # noqa: Y015
     _WhichOneofReturnType__max_total_tokens: _TypeAlias = _typing.Literal["max_total_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_total_tokens: _TypeAlias = _typing.Literal["_max_total_tokens", b"_max_total_tokens"]  # noqa: Y015
     @_typing.overload
@@ -244,6 +250,8 @@ class Budgets(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_completion_tokens) -> _WhichOneofReturnType__max_completion_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens_per_call) -> _WhichOneofReturnType__max_tokens_per_call | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tool_calls) -> _WhichOneofReturnType__max_tool_calls | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_total_tokens) -> _WhichOneofReturnType__max_total_tokens | None: ...
 

@@ -52,24 +52,65 @@ class CheckSourceRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MODE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
     mode: _interception_pb2.Mode.ValueType
+    rollout_id: _builtins.str
+    """Of the rollout that would be opened, for CheckSourceResponse.host_tools."""
+    group_id: _builtins.str
+    run_id: _builtins.str
     @_builtins.property
     def source(self) -> _interception_pb2.ModelSource:
         """Unset = the default inference service."""
 
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
         self,
         *,
         mode: _interception_pb2.Mode.ValueType = ...,
         source: _interception_pb2.ModelSource | None = ...,
+        rollout_id: _builtins.str = ...,
+        group_id: _builtins.str | None = ...,
+        run_id: _builtins.str | None = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "rollout_id", b"rollout_id", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
+    _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
+    _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
+    _WhichOneofArgType__run_id: _TypeAlias = _typing.Literal["_run_id", b"_run_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_id) -> _WhichOneofReturnType__group_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__run_id) -> _WhichOneofReturnType__run_id | None: ...
 
 Global___CheckSourceRequest: _TypeAlias = CheckSourceRequest  # noqa: Y015
 
@@ -80,16 +121,22 @@ class CheckSourceResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MODEL_NAME_FIELD_NUMBER: _builtins.int
+    HOST_TOOLS_FIELD_NUMBER: _builtins.int
     model_name: _builtins.str
     """What the source calls its model; empty = it does not say."""
+    @_builtins.property
+    def host_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the host tools that such a rollout would be offered now (InterceptService.RegisterTools)."""
+
     def __init__(
         self,
         *,
         model_name: _builtins.str = ...,
+        host_tools: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_name", b"model_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host_tools", b"host_tools", "model_name", b"model_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -248,18 +295,26 @@ class OpenRolloutResponse(_message.Message):
     INGRESS_ADDRESS_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    HOST_TOOLS_FIELD_NUMBER: _builtins.int
+    MCP_PATH_FIELD_NUMBER: _builtins.int
     ingress_address: _builtins.str
     """Where the ingress is reached, "host:port" or, where it serves TLS, "tls:host:port": the upstream of a sandbox's
     ONE_ENDPOINT.
     """
     token: _builtins.str
-    """The rollout's only credential: lets its holder ask for completions in this rollout, nothing else. Sent as bearer token,
-    x-api-key or x-goog-api-key.
+    """The rollout's only credential: lets its holder ask for completions and call host tools in this rollout, nothing else. Sent as
+    bearer token, x-api-key or x-goog-api-key.
     """
+    mcp_path: _builtins.str
+    """Where they are, behind "http://host:port": an MCP server (streamable HTTP), for example /rollout/ID/mcp."""
     @_builtins.property
     def rollout(self) -> Global___GateRollout: ...
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___DialectEndpoint]: ...
+    @_builtins.property
+    def host_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the host tools that the rollout is offered, for as long as it is open; empty = none."""
+
     def __init__(
         self,
         *,
@@ -267,10 +322,12 @@ class OpenRolloutResponse(_message.Message):
         ingress_address: _builtins.str = ...,
         endpoints: _abc.Iterable[Global___DialectEndpoint] | None = ...,
         token: _builtins.str = ...,
+        host_tools: _abc.Iterable[_builtins.str] | None = ...,
+        mcp_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "ingress_address", b"ingress_address", "rollout", b"rollout", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "host_tools", b"host_tools", "ingress_address", b"ingress_address", "mcp_path", b"mcp_path", "rollout", b"rollout", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

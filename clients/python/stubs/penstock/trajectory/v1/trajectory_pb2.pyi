@@ -392,6 +392,76 @@ class Call(_message.Message):
 Global___Call: _TypeAlias = Call  # noqa: Y015
 
 @_typing.final
+class HostToolCall(_message.Message):
+    """One call of a tool that a trainer's host offered, made by the agent at the gate. What the gate refused by itself (unknown names,
+    arguments against the schema, a used-up budget) is not recorded.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    IS_ERROR_FIELD_NUMBER: _builtins.int
+    RESULT_JSON_FIELD_NUMBER: _builtins.int
+    RESULT_SHA256_FIELD_NUMBER: _builtins.int
+    RESULT_BYTES_FIELD_NUMBER: _builtins.int
+    END_REASON_FIELD_NUMBER: _builtins.int
+    RECEIVE_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    tool_call_id: _builtins.str
+    rollout_id: _builtins.str
+    index: _builtins.int
+    """Position among the rollout's host tool calls in order of arrival, from 0."""
+    name: _builtins.str
+    state: Global___CallState.ValueType
+    """QUEUED (nobody is there who serves it), LEASED (to a session), DELIVERED (it has a result, be it an error), FAILED (its session
+    went), CANCELLED or EXPIRED.
+    """
+    arguments_json: _builtins.str
+    """As the agent gave them, as JSON."""
+    is_error: _builtins.bool
+    """The tool said that it failed."""
+    result_json: _builtins.str
+    """The result as JSON; empty when the reader did not ask for bodies, or there is none."""
+    result_sha256: _builtins.bytes
+    """SHA-256 and length of it in bytes; empty and 0 without a result."""
+    result_bytes: _builtins.int
+    end_reason: _builtins.str
+    """Why it FAILED, EXPIRED or was CANCELLED; a stable UPPER_SNAKE reason."""
+    @_builtins.property
+    def receive_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        tool_call_id: _builtins.str = ...,
+        rollout_id: _builtins.str = ...,
+        index: _builtins.int = ...,
+        name: _builtins.str = ...,
+        state: Global___CallState.ValueType = ...,
+        arguments_json: _builtins.str = ...,
+        is_error: _builtins.bool = ...,
+        result_json: _builtins.str = ...,
+        result_sha256: _builtins.bytes = ...,
+        result_bytes: _builtins.int = ...,
+        end_reason: _builtins.str = ...,
+        receive_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "receive_time", b"receive_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "end_reason", b"end_reason", "end_time", b"end_time", "index", b"index", "is_error", b"is_error", "name", b"name", "receive_time", b"receive_time", "result_bytes", b"result_bytes", "result_json", b"result_json", "result_sha256", b"result_sha256", "rollout_id", b"rollout_id", "state", b"state", "tool_call_id", b"tool_call_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostToolCall: _TypeAlias = HostToolCall  # noqa: Y015
+
+@_typing.final
 class Branch(_message.Message):
     """A path through the graph of calls."""
 
@@ -697,6 +767,7 @@ class Trajectory(_message.Message):
     FAILURE_CAUSE_FIELD_NUMBER: _builtins.int
     FAILURE_REASON_FIELD_NUMBER: _builtins.int
     GROUP_INDEX_FIELD_NUMBER: _builtins.int
+    HOST_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     run_id: _builtins.str
@@ -739,6 +810,10 @@ class Trajectory(_message.Message):
     def task_metadata(self) -> _struct_pb2.Struct:
         """Whatever the task's author attached to the task."""
 
+    @_builtins.property
+    def host_tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostToolCall]:
+        """In order of arrival. They are in no hash chain: what the model read of them is in its prompts, which are."""
+
     def __init__(
         self,
         *,
@@ -766,10 +841,11 @@ class Trajectory(_message.Message):
         failure_cause: _builtins.str = ...,
         failure_reason: _builtins.str = ...,
         group_index: _builtins.int | None = ...,
+        host_tool_calls: _abc.Iterable[Global___HostToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "group_id", b"group_id", "group_index", b"group_index", "reward", b"reward", "run_id", b"run_id", "task_metadata", b"task_metadata"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "failure_cause", b"failure_cause", "failure_reason", b"failure_reason", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "group_index", b"group_index", "labels", b"labels", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "agent_spec_sha256", b"agent_spec_sha256", "branches", b"branches", "calls", b"calls", "capture_level", b"capture_level", "chain_sha256", b"chain_sha256", "chat_template_sha256", b"chat_template_sha256", "create_time", b"create_time", "duration", b"duration", "end_time", b"end_time", "failure_cause", b"failure_cause", "failure_reason", b"failure_reason", "findings", b"findings", "grade", b"grade", "group_id", b"group_id", "group_index", b"group_index", "host_tool_calls", b"host_tool_calls", "labels", b"labels", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "samples", b"samples", "task_id", b"task_id", "task_metadata", b"task_metadata", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
