@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 from tests.support.copying import assert_only_the_endpoint_was_reachable, copy_task, finish, training
-from tests.support.policy import TITLE_SYSTEM_PROMPT, bash
+from tests.support.policy import TITLE_SYSTEM_PROMPT, in_shell
 from tests.support.stack import Running
 
 from penstock.client import AgentChoice, FailedPrecondition, HostTool, HostToolCall, Mode, ToolFailed, sync
 
+AGENTS = ("opencode", "claude-code", "codex", "gemini-cli", "qwen-code")
 CODE = re.compile(r"the code is (\w+)")
+NAME = re.compile(r"(\w*open_drawer)\b")
 
 
 class Question(BaseModel):
@@ -45,35 +47,31 @@ class Cabinet:
         )
 
 
-def tool_call(name: str, **arguments: Any) -> str:
-    """A model's call of a tool."""
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 def curious(prompt: str) -> str:
-    """Asks with arguments that do not hold, for a drawer that is not there, for the right one; then does the work."""
+    """Opens a drawer that is not there and then the right one, by the agent's own name of the tool; does the work."""
     if TITLE_SYSTEM_PROMPT in prompt:
         return "A title"
     if (found := CODE.search(prompt)) is not None:
         if "copied" in prompt.rpartition("the code is")[2]:
             return "Done."
-        return bash(f"bash work.sh; echo {found[1]} > code.txt", description="Does the work")
-    if "try 7" in prompt:
-        return tool_call("penstock_open_drawer", drawer=7)
-    if "do not fit the tool's schema" in prompt:
-        return tool_call("penstock_open_drawer", drawer=3)
-    return tool_call("penstock_open_drawer", drawer="seven")
+        return in_shell(f"bash work.sh; echo {found[1]} > code.txt", description="Does the work")(prompt)
+    named = NAME.search(prompt)
+    if named is None:
+        return "There is no such tool."
+    arguments = {"drawer": 7 if "try 7" in prompt else 3}
+    return f"<tool_call>\n{json.dumps({'name': named[1], 'arguments': arguments})}\n</tool_call>"
 
 
-async def test_an_agent_uses_a_tool_of_the_trainers_host(stack: Running) -> None:
-    """R14, R15, R69: OpenCode finds the tool by its own configuration, through the sandbox's one endpoint, and does as
+@pytest.mark.parametrize("agent", AGENTS)
+async def test_an_agent_uses_a_tool_of_the_trainers_host(stack: Running, agent: str) -> None:
+    """R14, R15, R69: it finds the tool by its own configuration, through the sandbox's one endpoint, and does as
     it was told; the calls are in the trajectory."""
     label, cabinet = secrets.token_hex(8), Cabinet()
     async with training(stack, label, curious) as trainer:
         await trainer.session.offer_tools([cabinet.tool])
         handle = await stack.ps.rollouts.create(
             copy_task(stack),
-            AgentChoice(name="opencode", skip_permissions=True),
+            AgentChoice(name=agent, skip_permissions=True),
             labels={"test": label},
         )
         finished = await finish(handle)

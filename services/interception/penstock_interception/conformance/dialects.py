@@ -91,9 +91,11 @@ def over_responses(messages: Sequence[Message]) -> Sequence[Message]:
 
 def over_generate_content(messages: Sequence[Message]) -> Sequence[Message]:
     """As google-genai writes the conversation into a body, and the ingress reads it."""
-    system = [{"text": message.text} for message in messages if message.role is Role.SYSTEM]
+    # Instructions have a place at the head alone: later ones are said by the user.
+    head = next((index for index, message in enumerate(messages) if message.role is not Role.SYSTEM), len(messages))
+    system = [{"text": message.text} for message in messages[:head]]
     contents: list[dict[str, Any]] = []
-    for message in messages:
+    for message in messages[head:]:
         parts: list[dict[str, Any]] = []
         for part in message.parts:
             match part:
@@ -107,8 +109,7 @@ def over_generate_content(messages: Sequence[Message]) -> Sequence[Message]:
         for result in message.tool_results:
             response = {"id": result.call_id, "name": "bash", "response": {"output": result.text}}
             parts.append({"functionResponse": response})
-        if message.role is not Role.SYSTEM:
-            contents.append({"role": "model" if message.role is Role.ASSISTANT else "user", "parts": parts})
+        contents.append({"role": "model" if message.role is Role.ASSISTANT else "user", "parts": parts})
     body = {"contents": contents, **({"systemInstruction": {"parts": system}} if system else {})}
     return GenerateContent().parse(json.dumps(body).encode(), Route(Ask.COMPLETION, "m", False)).messages
 
