@@ -59,10 +59,11 @@ class ChatTemplate:
         self._knows_developer = "developer" in text
         self._special_tokens = dict(special_tokens)
         self._short_ids = False
+        self._late_instructions = True
+        self._late_instructions = self._takes_late_instructions()
         self._short_ids = (
             "tool_calls" in text and self._refuses_ids("call_0123456789") and not self._refuses_ids("a1b2c3d4e")
         )
-        self._late_instructions = self._takes_late_instructions()
 
     def render(
         self,
@@ -112,7 +113,6 @@ class ChatTemplate:
 
     def _takes_late_instructions(self) -> bool:
         """Whether a system message may follow a user's. Some templates refuse it, leave it out or put it first."""
-        self._late_instructions = True
         question, probe = "early question", "late instruction"
         try:
             text = self.render([Message.user(question), Message.system(probe)])

@@ -24,7 +24,9 @@ class InferenceSettings(ServiceSettings):
         default_factory=dict, description='options of the engine, a JSON object such as {"script": "turns.yaml"}'
     )
     tool_call_parser: str | None = Field(
-        None, description="parser of tool calls and reasoning: hermes, think or none; unset, the template decides"
+        None,
+        description="parser of tool calls and reasoning: hermes, llama3, mistral, qwen3_coder, deepseek, kimi, glm,"
+        " think or none; unset, the template decides",
     )
     max_concurrency: int = Field(64, ge=1, le=4096, description="generations that run at once; more wait")
     max_waiting: int = Field(4096, ge=0, description="generations that may wait; more are refused")

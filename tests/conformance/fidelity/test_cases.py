@@ -33,7 +33,11 @@ def test_every_case_holds(codecs: Mapping[str, Codec], family: str, dialect: str
     """R82, R84, R85: exact, or a branch with its label where the history was really changed."""
     codec = codecs[family]
     assert codec.parser == ("hermes" if family in NAMED else PARSERS.get(family, family))
-    assert run_case(case, Setting.of(codec, DIALECTS[dialect])) == Result(case.expects)
+    result = run_case(case, Setting.of(codec, DIALECTS[dialect]))
+    if (dialect, case.name) == ("generate_content", "instructions"):  # there is one system instruction and no other
+        assert result.verdict is Verdict.NOT_APPLICABLE
+    else:
+        assert result == Result(case.expects)
 
 
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))
@@ -54,10 +58,10 @@ def test_tools_that_move_to_the_last_question_end_the_exact_line_there_and_only_
 def test_a_template_that_rewrites_everything_is_never_exact(codecs: Mapping[str, Codec]) -> None:
     """R85: no splice where new messages change what stands before them."""
     setting = Setting.of(codecs["rewrites_history"], DIALECTS["chat_completions"])
-    for case in CASES:
-        assert run_case(case, setting).verdict is (
-            Verdict.LABELLED if case.expects is Verdict.LABELLED else Verdict.BRANCH
-        )
+    verdicts = {case.name: run_case(case, setting).verdict for case in CASES}
+    assert verdicts.pop("as_written") is Verdict.NOT_APPLICABLE
+    assert verdicts.pop("compacted") is verdicts.pop("edited") is Verdict.LABELLED
+    assert set(verdicts.values()) == {Verdict.BRANCH}
 
 
 def test_a_turn_that_ends_in_another_token_than_usual_is_closed_already(codecs: Mapping[str, Codec]) -> None:

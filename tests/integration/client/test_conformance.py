@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.support import families
 
+from penstock_codec import tiny
 from penstock_interception.conformance.cases import CASES
 from penstock_interception.conformance.dialects import DIALECTS
 
@@ -35,7 +36,8 @@ async def test_a_model_of_every_family_is_found_exact(family: str, tmp_path: Pat
     assert (code, err, report["exact"]) == (0, "", True)
     assert len(report["cases"]) == len(CASES) * (len(DIALECTS) - 1)
     assert {case["verdict"] for case in report["cases"] if case["main"]} == {"EXACT"}
-    assert {case["verdict"] for case in report["cases"]} == {"EXACT", "LABELLED"}
+    others = [case for case in report["cases"] if case["verdict"] not in ("EXACT", "LABELLED")]
+    assert [(case["case"], case["dialect"]) for case in others] == [("instructions", "generate_content")]
 
 
 async def test_a_template_that_rewrites_history_is_told_so_with_what_it_changes(tmp_path: Path) -> None:
@@ -62,7 +64,7 @@ async def test_a_parser_that_does_not_fit_is_seen(tmp_path: Path) -> None:
 
 async def test_a_model_without_tools_has_the_other_cases(tmp_path: Path) -> None:
     """R82: what a model cannot do is not held against it."""
-    family = families.tiny.Family(
+    family = tiny.Family(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
@@ -76,7 +78,7 @@ async def test_a_model_without_tools_has_the_other_cases(tmp_path: Path) -> None
 
 async def test_a_template_that_refuses_is_quoted(tmp_path: Path) -> None:
     """R33: what the template raises is in the report, and no traceback."""
-    family = families.tiny.Family("{{ raise_exception('no chats today') }}{{ tools }}")
+    family = tiny.Family("{{ raise_exception('no chats today') }}{{ tools }}")
     family.build(families.TEXTS).write(tmp_path)
     code, out, err = await conformance("--model", str(tmp_path), "--parser", "none")
     assert code == 1 and "REFUSED" in out and "no chats today" in out

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import families
 
-from penstock_codec import Codec, CodecError, ParsedCompletion
+from penstock_codec import Codec, CodecError, ParsedCompletion, tiny
 from penstock_codec.chat import FinishReason, Message, ReasoningPart, Tool, ToolCallPart
 from penstock_codec.parsers import GRAMMARS, ReasoningDelta, TextDelta, ToolCallDelta, choose_grammar
 from penstock_interception.conformance.speech import Speech
@@ -36,7 +36,7 @@ def _build(name: str) -> Codec:
         return Codec.load(families.build(name))
     markup = "{{ tools }}<tool_call><arg_key><arg_value>"  # no more than what tells the family
     template = families.FAMILIES["chatml"].chat_template.split("-#}")[1] + "{#- " + markup + " #}"
-    return Codec.load(families.tiny.Family(template).build(families.TEXTS), parser="glm")
+    return Codec.load(tiny.Family(template).build(families.TEXTS), parser="glm")
 
 
 CODECS: Mapping[str, Codec] = {name: _build(name) for name in NAMES}
