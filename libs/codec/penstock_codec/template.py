@@ -60,7 +60,9 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._short_ids = False
         self._late_instructions = True
+        self._joins_users = False
         self._late_instructions = self._takes_late_instructions()
+        self._joins_users = self._refuses(Message.user("a"), Message.user("b")) and not self._refuses(Message.user("a"))
         self._short_ids = (
             "tool_calls" in text and self._refuses_ids("call_0123456789") and not self._refuses_ids("a1b2c3d4e")
         )
@@ -98,8 +100,11 @@ class ChatTemplate:
 
     def _refuses_ids(self, call_id: str) -> bool:
         call = ToolCallPart(call_id, "f", "{}")
+        return self._refuses(Message.user("q"), Message.assistant("", call), Message.tool(call_id, "r"))
+
+    def _refuses(self, *messages: Message) -> bool:
         try:
-            self.render([Message.user("q"), Message.assistant("", call), Message.tool(call_id, "r")])
+            self.render(messages)
         except CodecError:
             return True
         return False
@@ -121,19 +126,19 @@ class ChatTemplate:
         return 0 <= text.find(question) < text.find(probe)
 
     def _placed(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages, with instructions that come too late for the template at the end of the user's words."""
-        if self._late_instructions:
+        """As the template takes them: late instructions, and a user's second message, go to the end of the first."""
+        if self._late_instructions and not self._joins_users:
             return messages
         placed: list[Message] = []
         opened = False  # the conversation itself has begun
         for message in messages:
-            if message.role not in _INSTRUCTING or not opened:
-                opened = opened or message.role not in _INSTRUCTING
-                placed.append(message)
-            elif placed[-1].role is Role.USER and not placed[-1].tool_results:
+            late = opened and message.role in _INSTRUCTING and not self._late_instructions
+            opened = opened or message.role not in _INSTRUCTING
+            again = self._joins_users and message.role is Role.USER and not message.tool_results
+            if (late or again) and placed and placed[-1].role is Role.USER and not placed[-1].tool_results:
                 placed[-1] = replace(placed[-1], parts=(*placed[-1].parts, TextPart("\n\n"), *message.parts))
             else:
-                placed.append(Message(Role.USER, message.parts))
+                placed.append(Message(Role.USER, message.parts) if late else message)
         return placed
 
     def _as_dicts(self, message: Message) -> list[dict[str, Any]]:

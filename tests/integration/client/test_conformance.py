@@ -36,8 +36,7 @@ async def test_a_model_of_every_family_is_found_exact(family: str, tmp_path: Pat
     assert (code, err, report["exact"]) == (0, "", True)
     assert len(report["cases"]) == len(CASES) * (len(DIALECTS) - 1)
     assert {case["verdict"] for case in report["cases"] if case["main"]} == {"EXACT"}
-    others = [case for case in report["cases"] if case["verdict"] not in ("EXACT", "LABELLED")]
-    assert [(case["case"], case["dialect"]) for case in others] == [("instructions", "generate_content")]
+    assert {case["verdict"] for case in report["cases"]} == {"EXACT", "LABELLED"}
 
 
 async def test_a_template_that_rewrites_history_is_told_so_with_what_it_changes(tmp_path: Path) -> None:

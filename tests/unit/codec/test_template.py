@@ -245,3 +245,11 @@ def test_instructions_in_the_midst_are_the_users_words_where_a_template_takes_th
     assert silent.render(messages) == strict.render(messages)
     free = ChatTemplate("{%- for m in messages -%}<{{ m.role }}>{{ m.content }}{%- endfor -%}", {})
     assert free.render(messages) == "<system>rules<user>go<system>and so<assistant>yes<system>stop"
+
+
+def test_two_messages_of_a_user_are_one_where_a_template_wants_roles_to_alternate() -> None:
+    """R33: agents send them; only a template that refuses them gets them joined."""
+    messages = [Message.user("go"), Message.user("on"), Message.assistant("yes"), Message.user("stop")]
+    assert ChatTemplate(STRICT, {}).render(messages) == "<user>go\n\non<assistant>yes<user>stop"
+    free = ChatTemplate("{%- for m in messages -%}<{{ m.role }}>{{ m.content }}{%- endfor -%}", {})
+    assert free.render(messages) == "<user>go<user>on<assistant>yes<user>stop"

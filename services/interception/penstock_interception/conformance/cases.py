@@ -44,7 +44,7 @@ class Verdict(StrEnum):
     REFUSED = "REFUSED"
     """The template or the codec raised."""
     NOT_APPLICABLE = "N/A"
-    """The model has no tools or no reasoning, or the dialect has nothing of the kind."""
+    """The model has nothing of the kind: no tools, or no reasoning."""
 
 
 class Deviation(Exception):
@@ -179,8 +179,6 @@ def _late_instructions(setting: Setting) -> None:
     speech, tools = setting.speech, _tools(setting)
     conversation = setting.conversation()
     start = [*START, Message.system("The date is today.")]
-    if "The date" not in setting.dialect(start)[-1].text:
-        raise Deviation(Verdict.NOT_APPLICABLE, "the dialect has instructions at the beginning only")
     completion = speech.calls(ARGUMENTS) if speech.calls_tools else speech.text(TEXT)
     first = conversation.call(start, completion, tools=tools)
     history = [*start, first.sampled.message, *(_results(first) or [MORE]), Message.system("Be brief.")]
