@@ -257,7 +257,7 @@ class GrpcSandboxes:
 
         try:
             with typed_errors():
-                await self._processes.WriteStdin(frames(), timeout=CALL_S)
+                await upload(self._processes.WriteStdin, frames, timeout=CALL_S)
         except FailedPrecondition as error:
             # The program closed its input or is gone already: its exit says what there is to say.
             if error.reason not in ("STDIN_CLOSED", "STDIN_NOT_OPEN"):
