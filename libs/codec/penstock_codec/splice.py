@@ -149,7 +149,7 @@ class Splicer:
             tuple((message.role, len(message.tool_calls), len(message.tool_results)) for message in new),
             bool(tools),
             add_generation_prompt,
-            json.dumps(kwargs, sort_keys=True, default=repr),
+            json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else "",
         )
         known = self._shapes.get(key)
         if known is None:
