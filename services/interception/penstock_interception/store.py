@@ -304,7 +304,7 @@ class CallStore:
 
 def _prompt_digest(call: Call) -> bytes | None:
     """Tells after a restart whether a lease was given for the prompt that is made then."""
-    return hashlib.sha256(call.plan.prompt_ids.tobytes()).digest() if call.plan is not None else None
+    return call.plan.prompt_sha256 if call.plan is not None else None
 
 
 def _report(written: asyncio.Future[list[int]]) -> None:

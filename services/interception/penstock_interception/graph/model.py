@@ -5,6 +5,8 @@ Token ids are int32, logprobs float32 (natural logarithms, finite, <= 0). Spans 
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -16,6 +18,14 @@ from penstock_codec.chat import FinishReason, Message, Sampling
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 MaskArray = NDArray[np.uint8]
+_LITTLE = sys.byteorder == "little"
+
+
+def little_endian(array: IntArray | FloatArray) -> bytes:
+    """The array's bytes as journals, chains and wires have them."""
+    if _LITTLE:
+        return array.tobytes()
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 class CallClass(StrEnum):
@@ -124,6 +134,11 @@ class Plan:
     reason: str
     key: PromptKey
     hints: CallHints
+    # Of the prompt's ids as little-endian int32: the chain and the journal both name a prompt by it.
+    prompt_sha256: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_sha256", hashlib.sha256(little_endian(self.prompt_ids)).digest())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
