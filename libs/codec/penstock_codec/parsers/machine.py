@@ -16,6 +16,7 @@ from penstock_codec.chat import FinishReason, Message, Part, ReasoningPart, Role
 from penstock_codec.decoding import Detokenizer
 from penstock_codec.parsers.grammar import Grammar, Mark
 from penstock_codec.parsers.scanner import Markup, MarkupScanner, MarkupTexts
+from penstock_codec.quick import quick
 from penstock_codec.tool_json import MAX_CALL_CHARS, CallText, JsonTracker, Malformed
 
 MAX_CALLS = 128
@@ -30,6 +31,7 @@ class MalformedCall:
     reason: str
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ParsedCompletion:
     """What a completion says. `malformed` calls are part of the message's text."""
@@ -39,6 +41,7 @@ class ParsedCompletion:
     malformed: tuple[MalformedCall, ...] = ()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """More visible text."""
@@ -46,6 +49,7 @@ class TextDelta:
     text: str
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
     """More reasoning."""
@@ -53,6 +57,7 @@ class ReasoningDelta:
     text: str
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
     """A whole tool call, the `index`-th of the completion: announced once it is known to be well formed."""

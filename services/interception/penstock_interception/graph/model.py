@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock_codec.chat import FinishReason, Message, Sampling
+from penstock_codec.quick import quick
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -48,6 +49,7 @@ class LogprobsMode(StrEnum):
     SCRIPTED = "scripted"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class CallHints:
     """What the ingress knows about a call beside its messages.
@@ -61,6 +63,7 @@ class CallHints:
     max_tokens: int | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """The weights' version that sampled tokens [start, end)."""
@@ -70,6 +73,7 @@ class VersionSpan:
     end: int
 
 
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """One completion as it was delivered, with the message that the codec parsed from it.
@@ -96,6 +100,7 @@ class Sampled:
         return 0 if self.token_ids is None else int(self.token_ids.size)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class PromptKey:
     """A prompt's fingerprints: 16-byte digests, equal when what a template shows is equal.
@@ -113,6 +118,7 @@ class PromptKey:
     has_tools: bool
 
 
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Where a call would go in the graph and what the engine is asked. Making one changes nothing.
@@ -141,6 +147,7 @@ class Plan:
         object.__setattr__(self, "prompt_sha256", hashlib.sha256(little_endian(self.prompt_ids)).digest())
 
 
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class CallNode:
     """One committed call: the tokens that it added, and a link to the path that it continues.

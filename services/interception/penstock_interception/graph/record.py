@@ -30,6 +30,7 @@ from penstock_codec.chat import (
     TextPart,
     ToolCallPart,
 )
+from penstock_codec.quick import quick
 from penstock_interception.graph.model import (
     CallClass,
     IntArray,
@@ -47,6 +48,7 @@ _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 _CHAIN = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class CommitRecord:
     """One commit. `chain` is the head after it; the other fields are CallNode's."""
