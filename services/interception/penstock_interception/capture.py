@@ -86,12 +86,14 @@ def capture(rollout: Rollout, conversation: Conversation, *, after_index: int | 
     graph = conversation.graph
     calls = tuple(rollout.calls if after_index is None else rollout.calls[max(0, after_index + 1) :])
     classes = graph.call_classes()
-    samples = graph.samples() if after_index is None else ()
+    # Who reads an open rollout call by call wants neither samples nor, yet, what they come to.
+    samples = graph.samples() if after_index is None or rollout.state is RolloutState.CLOSED else None
     findings = tuple(_findings(rollout, classes, samples))
     answered = [call for call in rollout.calls if call.state is CallState.DELIVERED]
     level = min((level_of(call) for call in answered), key=_LEVELS.index, default=CaptureLevel.NONE)
     grade = _grade(findings) if rollout.state is RolloutState.CLOSED else None
-    return Capture(rollout, calls, classes, graph.branches(), samples, level, grade, findings, graph.chain_head)
+    shown = samples if samples is not None and after_index is None else ()
+    return Capture(rollout, calls, classes, graph.branches(), shown, level, grade, findings, graph.chain_head)
 
 
 def _grade(findings: tuple[Finding, ...]) -> Grade:
@@ -102,20 +104,17 @@ def _grade(findings: tuple[Finding, ...]) -> Grade:
     return Grade.EXACT
 
 
-def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sample, ...]) -> Iterator[Finding]:
+def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sample, ...] | None) -> Iterator[Finding]:
     if rollout.opening.mode is Mode.BLACK_BOX:
         yield Finding(Severity.FATAL, "NOT_CAPTURED", "Nothing is captured in black box mode.")
         return
-    trainable = False
     for call in rollout.calls:
-        side = classes.get(call.id, CallClass.MAIN) in _SIDE
-        yield from _findings_of(call, side)
-        trainable = trainable or (not side and level_of(call) is CaptureLevel.TOKENS_AND_LOGPROBS)
-    if not trainable:
-        yield Finding(Severity.FATAL, "NOTHING_TO_TRAIN", "No call of the main lines has tokens with logprobs.")
+        yield from _findings_of(call, classes.get(call.id, CallClass.MAIN) in _SIDE)
+    if samples is not None and not any(sample.loss_mask.any() for sample in samples):
+        yield Finding(Severity.FATAL, "NOTHING_TO_TRAIN", "No token of any sample is trained.")
     if rollout.exhausted_budget:
         yield Finding(Severity.WARNING, "BUDGET_EXHAUSTED", f"The budget {rollout.exhausted_budget} was used up.")
-    for sample in samples:
+    for sample in samples or ():
         if sample.truncated:
             text = f"The last turn of branch {sample.branch_id} was cut by a limit and is not trained."
             yield Finding(Severity.WARNING, "TURN_TRUNCATED", text, sample.turns[-1].call_id if sample.turns else None)

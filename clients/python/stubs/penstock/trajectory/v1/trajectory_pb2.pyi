@@ -431,7 +431,9 @@ class HostToolCall(_message.Message):
     """SHA-256 and length of it in bytes; empty and 0 without a result."""
     result_bytes: _builtins.int
     end_reason: _builtins.str
-    """Why it FAILED, EXPIRED or was CANCELLED; a stable UPPER_SNAKE reason."""
+    """Why it FAILED, EXPIRED or was CANCELLED, or ARGUMENTS_INVALID where the gate answered with an error and asked nobody, since the
+    arguments do not fit the tool's schema; a stable UPPER_SNAKE reason.
+    """
     @_builtins.property
     def receive_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
