@@ -32,7 +32,7 @@ KEPT_BYTES: Final = 64 << 20
 _ALONE: Final = 8 << 10
 """Characters of unknown text from which on one thread works and others wait for what it finds."""
 
-_LONG_BLOCK: Final = 4 << 10
+LONG_BLOCK: Final = 4 << 10
 """Characters from which on what stands between two special tokens is also kept in one piece."""
 
 _OVERHEAD: Final = 256
@@ -79,7 +79,7 @@ class Segments:
         whole: list[tuple[str, int, int]] = []  # long blocks that are new, and which of the pieces they are
         found: dict[str, IntArray] = {}
         for block in self._blocks(text):
-            long = self._by_line and len(block) >= _LONG_BLOCK
+            long = self._by_line and len(block) >= LONG_BLOCK
             if long and (known := self._find([block])):
                 found |= known
             if block in found or not self._by_line:
