@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from penstock_chassis.errors import NotFound, ResourceExhausted
+from penstock_codec.random_ids import random_id
 from penstock_interception.calls import Call, CallState, Mode, Rollout
 from penstock_interception.clock import Clock
 from penstock_interception.deadlines import Deadlines
@@ -332,7 +333,7 @@ class Dispatcher:
         self._unqueue(call)
         call.holder = session
         call.state = CallState.LEASED
-        call.lease_id = secrets.token_hex(8)
+        call.lease_id = random_id()[:16]
         call.lease_s = session.lease_s
         self._mark_given(call)
         session.hold(call)

@@ -21,6 +21,7 @@ import structlog
 
 from penstock_chassis.errors import AlreadyExists, NotFound, ResourceExhausted, Unavailable
 from penstock_codec.chat import Sampling
+from penstock_codec.random_ids import random_id
 from penstock_interception.answers import Answers
 from penstock_interception.budgets import allowed_tokens, exhausted
 from penstock_interception.calls import (
@@ -208,7 +209,7 @@ class Gate:
         if rollout.totals.open >= self.limits.max_open_calls_per_rollout:
             raise ResourceExhausted("Too many calls wait in this rollout.", reason="CALL_LIMIT", retry_after_s=1.0)
         call = Call(
-            id=secrets.token_hex(16),
+            id=random_id(),
             rollout=rollout,
             index=len(rollout.calls),
             arrival=arrival,

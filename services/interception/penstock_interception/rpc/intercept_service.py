@@ -126,7 +126,10 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         )
         await self._turns.store.settled()
         view = _view(request.view)
-        return pb.LeaseCallsResponse(calls=[self._writer.call(call, view) for call in calls])
+        response = pb.LeaseCallsResponse()
+        for call in calls:
+            self._writer.add(response.calls, call, view)
+        return response
 
     async def CompleteCalls(  # noqa: N802
         self, request: pb.CompleteCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
