@@ -74,7 +74,7 @@ def _serve(order: Mapping[str, Any]) -> None:
     sys.argv = ["penstock-interception"]
     MortalConnection.die_at, MortalConnection.committed = order["die_at"], order["committed"]
     MortalConnection.log = Path(order["writes"])
-    sqlite3.connect = partial(sqlite3.connect, factory=MortalConnection)
+    vars(sqlite3)["connect"] = partial(sqlite3.connect, factory=MortalConnection)
     main()
 
 

@@ -224,7 +224,7 @@ _OPENING = gate.OpenRolloutRequest(
 )
 
 
-async def captured(stub: gate_grpc.RolloutGateServiceStub) -> trajectory_pb2.Trajectory:
+async def captured(stub: Any) -> trajectory_pb2.Trajectory:
     """All that the gate has recorded."""
     whole = trajectory_pb2.Trajectory()
     async for fragment in stub.GetCapture(gate.GetCaptureRequest(rollout_id="r1"), wait_for_ready=True):
