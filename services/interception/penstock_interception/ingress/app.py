@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import structlog
@@ -184,7 +184,7 @@ class Ingress:
             call = await self._turns.begin(rollout, arrival, parsed)
         else:
             call.http_attempts += 1
-        parsed = replace(parsed, messages=(), tools=())  # a call that waits keeps its body only
+        parsed = parsed.without_content()  # a call that waits keeps its body only
         gate = self._turns.gate
         gate.attach(call)
         try:
