@@ -80,8 +80,9 @@ class Ingress:
         app = web.Application(client_max_size=self._limits.max_body_bytes)
         tracked = self._connections.tracked
         app.router.add_get("/health", tracked(_alive))
-        app.router.add_route("*", "/rollout/{rollout_id}{path:/.*}", tracked(self._rollout))
-        app.router.add_route("*", "/{path:.*}", tracked(self._elsewhere))
+        # (?s): a path may hold anything, line breaks too.
+        app.router.add_route("*", "/rollout/{rollout_id}{path:/(?s:.*)}", tracked(self._rollout))
+        app.router.add_route("*", "/{path:(?s:.*)}", tracked(self._elsewhere))
         return app
 
     async def _elsewhere(self, request: web.Request) -> web.StreamResponse:

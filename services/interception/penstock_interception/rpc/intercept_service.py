@@ -87,6 +87,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             view=_view(hello.view),
             policy_version=hello.policy_version if hello.HasField("policy_version") else None,
             resume=resume,
+            has=frozenset(hello.held.call_ids) if hello.HasField("held") else None,
         )
         stream = _Stream(session, self._turns, self._heartbeat_s, self._stopping)
         reader = asyncio.create_task(stream.read(request_iterator))

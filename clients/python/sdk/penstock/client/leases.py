@@ -109,6 +109,11 @@ class Leases:
 
     # For the stream.
 
+    @property
+    def call_ids(self) -> list[str]:
+        """Calls that are here and not over."""
+        return list(self._held)
+
     def leased(self, message: pb.ModelCall) -> None:
         """The gate leased a call: a new one is handed out, one that is held gets its new lease."""
         held = self._held.get(message.call_id)
