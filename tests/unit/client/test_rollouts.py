@@ -75,7 +75,7 @@ async def test_a_rollout_is_asked_for_with_everything_that_was_said_and_nothing_
         source=Upstream(base_url="http://127.0.0.1:1/v1", api_key="k", model="m"),
         budgets=Budgets(max_calls=0, wall_time=0.5),
         policy=PolicyConstraint(max_staleness=0),
-        sandbox=SandboxChoice(backend="local"),
+        sandbox=SandboxChoice(backend="local", user="worker"),
         sampling=Sampling(temperature=0.0),
         run_id="run",
         labels={"x": "y"},
@@ -95,6 +95,7 @@ async def test_a_rollout_is_asked_for_with_everything_that_was_said_and_nothing_
     assert spec.mode == interception_pb2.MODE_TRANSPARENT_PROXY
     assert spec.source.upstream.caller.api_key == "k"
     assert spec.budgets.HasField("max_calls") and not spec.budgets.HasField("max_total_tokens")
+    assert (spec.sandbox.backend, spec.sandbox.user) == ("local", "worker")
     assert spec.policy.HasField("max_staleness") and not spec.policy.HasField("min_version")
     assert spec.HasField("seed") and spec.sampling_override.HasField("temperature")
     assert not spec.sampling_override.HasField("top_p") and not spec.HasField("limits")

@@ -2,7 +2,7 @@
 
 Purpose: ``serve`` enters a sandbox where it is not in one already, and becomes a daemon that outlives whoever started
 it; the other two join their standard input and output with its socket, so that any way to run a program in the
-sandbox is a way to speak to it.
+sandbox is a way to speak to it. ``serve ... --and attach ...`` does both in one process, for what starts many.
 
 Invariants
 - ``serve`` ends with 0 once the daemon listens, and says on standard error why it cannot.
@@ -55,11 +55,16 @@ def main(arguments: Optional[List[str]] = None) -> int:
     serve.add_argument("--confine", action="store_true", help="the workload may gain no privilege (implied by --enter)")
     serve.add_argument("--home", default="", help="told in the greeting")
     serve.add_argument("--workdir", default="", help="told in the greeting")
+    serve.add_argument("--root-mode", type=_octal, help="the mode that the root directory of what was entered gets")
+    serve.add_argument(
+        "--and", dest="also", nargs=argparse.REMAINDER, help="the command to run when the daemon listens"
+    )
     commands.add_parser("nursery", help="serve whatever standard input orders, each in a process of its own")
     given = parser.parse_args(arguments)
     try:
         if given.command == "serve":
-            return _serve(given)
+            code = _serve(given)
+            return main(given.also) if code == 0 and given.also else code
         if given.command == "nursery":
             return _nursery()
         if given.command == "put":
@@ -76,6 +81,10 @@ def main(arguments: Optional[List[str]] = None) -> int:
 def _ids(text: str) -> Tuple[int, int]:
     uid, _, gid = text.partition(":")
     return int(uid), int(gid or uid)
+
+
+def _octal(text: str) -> int:
+    return int(text, 8)
 
 
 def _nursery() -> int:
@@ -139,6 +148,9 @@ def _serve(given: argparse.Namespace) -> int:
         os.unlink(given.socket)
         sys.stderr.write("attendant: %s\n" % (failure.decode(errors="replace").strip() or "it ended as it started"))
         return 1
+    if given.enter is not None and given.root_mode is not None:
+        # Only now, when it is known whose it is; and through the process, since this one has a root of its own.
+        os.chmod("/proc/%d/root/." % given.enter, given.root_mode)
     return 0
 
 

@@ -168,12 +168,16 @@ Network: TypeAlias = OneEndpoint | Allowlist | OpenNetwork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxChoice:
-    """What a rollout may choose about its sandbox; the operator's policy bounds it."""
+    """What a rollout may choose about its sandbox; the operator's policy bounds it.
+
+    `user` is the account that executes agent, setup and verifier; empty = the backend's ordinary user.
+    """
 
     backend: str = ""
     image: str = ""
     resources: Resources | None = None
     setup_network: Network | None = None
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,6 +145,7 @@ def sandbox_choice(value: tasks.SandboxChoice) -> rollout_pb2.SandboxChoice:
         image=value.image,
         resources=resources(value.resources),
         setup_network=network(value.setup_network),
+        user=value.user,
     )
 
 

@@ -18,7 +18,6 @@ import abc
 import asyncio
 import contextlib
 import os
-import shlex
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -50,7 +49,9 @@ _PROGRAM = f"{OURS}/attendant"
 _FILTER = f"{OURS}/filter"
 _SOCKET = "/run/attendant/socket"
 _ENDED = "the-first-pipe-has-ended"
-_ATTACH = ("python3", _PROGRAM, "attach", "--socket", _SOCKET, "--aside")
+# Neither the environment's nor the site's additions: what is needed is the standard library, and soon.
+_PYTHON = ("python3", "-I", "-S", _PROGRAM)
+_ATTACH = ("attach", "--socket", _SOCKET, "--aside")
 
 SIDECAR_SUFFIX = "-sidecar"
 
@@ -230,18 +231,12 @@ class Sidecar(Reach):
 
     async def reach(self, started: Started) -> Reached:
         name = started.name + SIDECAR_SUFFIX
-        serve = (
-            f"python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --expect {hold.PATH} --user {started.user}"
-            f" --seccomp {_FILTER}"
-        )
-        # Through the container's first process, since the sidecar has a root of its own; and only now, when it is known
-        # to be the container's.
-        serve += f" && chmod {ROOT_MODE:o} /proc/1/root/." if started.writable else ""
-        # The first process carries the link's first pipe, which spares a command; when that ends it says so, since the
-        # daemon keeps these pipes open for as long as it lives, and keeps the container alive. By then it is not root,
-        # and nobody inside reaches it. No text of a caller's or of an image's is in here.
-        carry = shlex.join([*_ATTACH, "--last", _ENDED, "--then", hold.PATH])
-        argv = ["/bin/sh", "-c", f"{serve} && exec {carry}"]
+        serve = ["serve", "--socket", _SOCKET, "--enter", "1", "--expect", hold.PATH, "--user", started.user]
+        serve += ["--seccomp", _FILTER, *(["--root-mode", f"{ROOT_MODE:o}"] if started.writable else [])]
+        # The first process carries the link's first pipe, which spares a command and a second Python; when that ends
+        # it says so, since the daemon keeps these pipes open for as long as it lives, and keeps the container alive. By
+        # then it is not root, and nobody inside reaches it. No text of a caller's or of an image's is in here.
+        argv = [*_PYTHON, *serve, "--and", *_ATTACH, "--last", _ENDED, "--then", hold.PATH]
         labels = {**self._owner.labels("sidecar"), SANDBOX: started.sandbox_id}
         settings, host = container.sidecar(self._image, labels, started.id, argv, started.resources)
         reached = _Beside(self._daemon, self._wire, self._reaper, name)
@@ -281,7 +276,7 @@ class _Beside(Reached):
             return first
         stack = AsyncExitStack()
         try:
-            execution = await self._daemon.execute(self._name, _ATTACH)
+            execution = await self._daemon.execute(self._name, (*_PYTHON, *_ATTACH))
             pipes = await stack.enter_async_context(self._wire.command(execution))
             return _CommandPipe(pipes, stack, lambda: self._daemon.exit_code(execution))
         except Missing as error:

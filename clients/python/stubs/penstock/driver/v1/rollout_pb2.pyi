@@ -449,10 +449,15 @@ class SandboxChoice(_message.Message):
     IMAGE_FIELD_NUMBER: _builtins.int
     RESOURCES_FIELD_NUMBER: _builtins.int
     SETUP_NETWORK_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     """Empty = the sandbox service's default."""
     image: _builtins.str
     """Empty = the backend's default."""
+    user: _builtins.str
+    """The account that executes the agent, setup and the verifier, as SandboxSpec.user. Empty = the backend's ordinary user. One
+    that the backend or the image has not fails the rollout, with the reason CAPABILITY_MISSING or USER_UNKNOWN.
+    """
     @_builtins.property
     def resources(self) -> _sandbox_pb2.Resources: ...
     @_builtins.property
@@ -466,10 +471,11 @@ class SandboxChoice(_message.Message):
         image: _builtins.str = ...,
         resources: _sandbox_pb2.Resources | None = ...,
         setup_network: _sandbox_pb2.NetworkPolicy | None = ...,
+        user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resources", b"resources", "setup_network", b"setup_network"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "image", b"image", "resources", b"resources", "setup_network", b"setup_network"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "image", b"image", "resources", b"resources", "setup_network", b"setup_network", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
