@@ -114,7 +114,7 @@ class SandboxSettings(ServiceSettings):
     docker_allowed_images: tuple[str, ...] = Field(
         ("*",), description="patterns (with * and ?) of the images that a spec may name"
     )
-    docker_reach: Literal["auto", "direct", "sidecar"] = Field(
+    docker_reach: Literal["auto", "direct", "sidecar", "inside"] = Field(
         "auto",
         description="how this service gets into Docker sandboxes: direct = it enters their namespaces (root on the "
         "daemon's machine), sidecar = a container beside each; auto = direct where that works",

@@ -100,6 +100,8 @@ SERVICES: Mapping[str, Variant] = {
     # A real engine, entered by the service, and by a container beside each sandbox.
     "docker": Variant(dockerd.settings("direct"), surroundings=dockerd.running),
     "docker-sidecar": Variant(dockerd.settings("sidecar"), surroundings=dockerd.running),
+    # The same engine with gVisor as the runtime: served from inside.
+    "docker-gvisor": Variant(dockerd.gvisor_settings(), surroundings=dockerd.running_gvisor),
 }
 
 

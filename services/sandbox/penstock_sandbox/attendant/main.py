@@ -1,8 +1,8 @@
-"""The command line of the attendant: ``serve``, ``attach`` and ``put``; and ``nursery``, which serves many.
+"""The command line of the attendant: ``serve``, ``attach`` and ``put``; ``nursery``, which serves many; ``inhabit``.
 
 Purpose: ``serve`` enters a sandbox where it is not in one already, and becomes a daemon that outlives whoever started
-it; the other two join their standard input and output with its socket, so that any way to run a program in the
-sandbox is a way to speak to it.
+it; the next two join their standard input and output with its socket, so that any way to run a program in the
+sandbox is a way to speak to it. ``inhabit`` is for a sandbox's first process: it serves, and then attaches.
 
 Invariants
 - ``serve`` ends with 0 once the daemon listens, and says on standard error why it cannot.
@@ -39,27 +39,25 @@ def main(arguments: Optional[List[str]] = None) -> int:
     serve = commands.add_parser("serve", help="become the daemon")
     attach = commands.add_parser("attach", help="speak and hear over standard input and output")
     put = commands.add_parser("put", help="deliver what is on standard input, and end")
-    for command in (serve, attach, put):
+    inhabit = commands.add_parser("inhabit", help="become the daemon in a child, and attach")
+    for command in (serve, attach, put, inhabit):
         command.add_argument("--socket", required=True, help="the daemon's socket, in a directory of its user's own")
-    for command in (attach, put):
+    for command in (attach, put, inhabit):
         command.add_argument("--armour", action="store_true", help="lines of base64 instead of bytes")
-    attach.add_argument("--aside", action="store_true", help="as root: carry as a user that is nobody else's")
-    attach.add_argument("--last", default="", help="with --then: said on standard error when the carrying has ended")
-    attach.add_argument("--then", default="", help="carry in a child, and then become this program")
-    attach.add_argument("--output-only", action="store_true", help="only hear: the other half is put")
-    serve.add_argument("--user", type=_ids, help="UID:GID of the workload, as the sandbox numbers them")
-    serve.add_argument("--enter", type=int, help="enter this process's namespaces first, and end with it")
-    serve.add_argument("--expect", default="", help="the program that this process must be running, else enter nothing")
-    serve.add_argument("--cgroup", action="append", default=[], help="a cgroup.procs file that the workload joins")
-    serve.add_argument("--seccomp", help="a file with a filter (BPF) for the workload's system calls")
-    serve.add_argument("--confine", action="store_true", help="the workload may gain no privilege (implied by --enter)")
-    serve.add_argument("--home", default="", help="told in the greeting")
-    serve.add_argument("--workdir", default="", help="told in the greeting")
+    for command in (attach, inhabit):
+        command.add_argument("--aside", action="store_true", help="as root: carry as a user that is nobody else's")
+        command.add_argument("--last", default="", help="with --then: said on standard error when carrying has ended")
+        command.add_argument("--then", default="", help="carry in a child, and then become this program")
+        command.add_argument("--output-only", action="store_true", help="only hear: the other half is put")
+    for command in (serve, inhabit):
+        _describe_serving(command)
     commands.add_parser("nursery", help="serve whatever standard input orders, each in a process of its own")
     given = parser.parse_args(arguments)
     try:
         if given.command == "serve":
             return _serve(given)
+        if given.command == "inhabit":
+            return _serve(given) or _attach(given)
         if given.command == "nursery":
             return _nursery()
         if given.command == "put":
@@ -67,10 +65,27 @@ def main(arguments: Optional[List[str]] = None) -> int:
         return _attach(given)
     except (ConnectionRefusedError, FileNotFoundError) as error:
         sys.stderr.write("attendant: %s\n" % error)
-        return NO_ATTENDANT if given.command != "serve" else 1
+        return NO_ATTENDANT if given.command in ("attach", "put") else 1
     except OSError as error:
         sys.stderr.write("attendant: %s\n" % error)
         return 1
+
+
+def _describe_serving(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--user", type=_ids, help="UID:GID of the workload, as the sandbox numbers them")
+    command.add_argument("--enter", type=int, help="enter this process's namespaces first, and end with it")
+    command.add_argument("--expect", default="", help="the program that it must be running, else enter nothing")
+    command.add_argument("--cgroup", action="append", default=[], help="a cgroup.procs file that the workload joins")
+    command.add_argument("--seccomp", help="a file with a filter (BPF) for the workload's system calls")
+    command.add_argument("--confine", action="store_true", help="the workload may gain nothing (implied by --enter)")
+    command.add_argument("--root-mode", type=_octal, help="the mode that the root directory gets first")
+    command.add_argument("--most-processes", type=int, default=0, help="that the workload may have; 0 = no limit")
+    command.add_argument("--home", default="", help="told in the greeting")
+    command.add_argument("--workdir", default="", help="told in the greeting")
+
+
+def _octal(text: str) -> int:
+    return int(text, 8)
 
 
 def _ids(text: str) -> Tuple[int, int]:
@@ -103,6 +118,8 @@ def _serve(given: argparse.Namespace) -> int:
         raise OSError(errno.EINVAL, "--enter as root needs --user")
     if given.user is not None and os.geteuid() != 0 and given.enter is None:
         raise OSError(errno.EPERM, "only root can give the workload another user")
+    if given.root_mode is not None:
+        os.chmod("/", given.root_mode)
     listener = _listen(given.socket)
     if listener is None:
         return 0
@@ -245,7 +262,18 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
         if given.enter is not None:
             system.drop_bounding_set()
             system.shed_privileges()
-    return system.Workload(ids, outer if root else None, namespace, groups, confined, seccomp, null, life, oom_counter)
+    return system.Workload(
+        ids,
+        outer if root else None,
+        namespace,
+        groups,
+        confined,
+        seccomp,
+        null,
+        life,
+        oom_counter,
+        given.most_processes,
+    )
 
 
 def _check_program(pid: int, expected: str) -> None:
@@ -299,12 +327,17 @@ def _attach(given: argparse.Namespace) -> int:
         os.setresgid(system.ASIDE, system.ASIDE, system.ASIDE)
         os.setresuid(system.ASIDE, system.ASIDE, system.ASIDE)
     if given.then:
+        # A first process has orphans to reap, and so becomes what does that at once; another one waits in its place.
+        if given.command == "inhabit" and os.fork() != 0:
+            os.execv(given.then, [given.then])
         carrier = os.fork()
         if carrier != 0:
             sock.close()
             os.waitpid(carrier, 0)
             sys.stderr.write(given.last + "\n")
             sys.stderr.flush()
+            if given.command == "inhabit":
+                os._exit(0)
             os.execv(given.then, [given.then])
     if given.output_only:
         threading.Thread(target=_leave_with_reader, daemon=True).start()
