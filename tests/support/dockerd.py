@@ -30,7 +30,8 @@ from tests.support.base_images import which
 BASE: Final = "penstock-test/debian:1"
 """Debian with Python and bash."""
 GVISOR_BASE: Final = "penstock-test/debian-gvisor:1"
-"""BASE with another `ls`: coreutils' asks Debian 12's gVisor for a flag (AT_NO_AUTOMOUNT) that it refuses."""
+"""BASE with others in the place of coreutils' `ls` and `stat`, which ask for what Debian 12's gVisor refuses
+(AT_NO_AUTOMOUNT)."""
 TINY: Final = "penstock-test/busybox:1"
 """One static program and its names: neither Python nor bash."""
 
@@ -149,7 +150,8 @@ def gvisor() -> Engine:
         _cannot(f"THE DOCKER BACKEND IS NOT TESTED WITH GVISOR HERE: no runsc: {_GVISOR_ADVICE}")
     if not found.api.images(name=GVISOR_BASE):
         with tarfile.open(fileobj=(archive := io.BytesIO()), mode="w") as made:
-            made.add(which("busybox") or "busybox", "usr/local/bin/ls")
+            for name in ("ls", "stat"):
+                made.add(which("busybox") or "busybox", f"usr/local/bin/{name}")
         container = found.api.create_container(BASE, "-", labels={})["Id"]
         archive.seek(0)
         found.api.put_archive(container, "/", archive)
@@ -163,6 +165,16 @@ def _cannot(message: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(message, pytrace=False)
     pytest.skip(message)
+
+
+def kill(sandbox_id: str) -> bool:
+    """Kill a sandbox's container, if the session's engine has it."""
+    if _engine is None:
+        return False
+    found = _engine.api.containers(filters={"label": [f"penstock.sandbox={sandbox_id}"], "status": ["running"]})
+    for one in found:
+        _engine.api.kill(one["Id"])
+    return bool(found)
 
 
 def stop() -> None:
