@@ -81,7 +81,7 @@ class DockerBackend(Backend):
         options.state_dir.mkdir(parents=True, exist_ok=True)
         owner = Owner(await asyncio.to_thread(_instance, options.state_dir), secrets.token_hex(8))
         wire = Wire(options.host)
-        reaper = Reaper(daemon, owner)
+        reaper = Reaper(daemon, owner, other_runtime=bool(options.runtime))
         self._stack.push_async_callback(reaper.aclose)
         await reaper.open()
         prepared = Prepared(daemon, owner, reaper, options.prepared_bytes, keep_workdir=options.read_only)
