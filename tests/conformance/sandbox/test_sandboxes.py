@@ -104,6 +104,7 @@ async def test_what_the_backend_lacks_is_refused_before_any_work(
         "limit_pids": {"resources": sb.Resources(pids=100)},
         "limit_disk": {"resources": sb.Resources(disk_bytes=1 << 28)},
         "root": {"user": "root"},
+        "own_kernel": {"own_kernel": True},
     }
     for capability, spec in wishes.items():
         spec["network"] = narrowest(capabilities)

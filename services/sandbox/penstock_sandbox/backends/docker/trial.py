@@ -178,6 +178,7 @@ class Trial:
             root=self._options.allow_root and not reach.own_kernel and await self._holds_root(),
             toolboxes=True,
             kill_tree=True,
+            own_kernel=reach.own_kernel,
         )
 
     async def _holds_root(self) -> bool:
