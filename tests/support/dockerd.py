@@ -29,6 +29,8 @@ from tests.support.base_images import which
 
 BASE: Final = "penstock-test/debian:1"
 """Debian with Python and bash."""
+GVISOR_BROKEN: Final = "runsc-broken"
+"""gVisor asked for a network that it cannot have: its containers fail as they start, and leave their processes."""
 GVISOR_BASE: Final = "penstock-test/debian-gvisor:1"
 """BASE with others in the place of coreutils' `ls` and `stat`, which ask for what Debian 12's gVisor refuses
 (AT_NO_AUTOMOUNT)."""
@@ -203,8 +205,8 @@ def _start() -> Engine:
         argv += ["--add-runtime", f"{name}={program}"]
     if (runsc := which("runsc")) is not None:
         configuration = folder / "daemon.json"
-        described = {"path": runsc, "runtimeArgs": list(_GVISOR_ARGUMENTS)}
-        configuration.write_text(json.dumps({"runtimes": {GVISOR: described}}))
+        runtimes = {GVISOR: {"path": runsc, "runtimeArgs": list(_GVISOR_ARGUMENTS)}, GVISOR_BROKEN: {"path": runsc}}
+        configuration.write_text(json.dumps({"runtimes": runtimes}))
         argv += ["--config-file", str(configuration)]
     environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
     with log.open("wb") as output:

@@ -1,8 +1,8 @@
 """What a runtime with a kernel of its own leaves of a container that the daemon has removed.
 
 Purpose: with gVisor a container that failed to start leaves its kernel, its file server and its supervisor behind: the
-daemon forgets the container, and all three live on (dockerd 20.10, even beyond its end). They are processes of the
-daemon's machine; where that is this one, and this service may, they are ended.
+daemon forgets the container, and all three live on (dockerd 20.10, even beyond its end), as do their control groups.
+They are of the daemon's machine; where that is this one, and this service may, they are ended.
 
 Invariants: only processes of the programs that run containers, and only with the full id of a container in their
 arguments that this service made and the daemon has removed. Elsewhere this finds nothing, and does nothing.
@@ -11,6 +11,7 @@ arguments that this service made and the daemon has removed. Elsewhere this find
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -22,6 +23,7 @@ _PROGRAMS = ("runsc", "containerd-shim", "kata", "qemu", "virtiofsd", "cloud-hyp
 _GRACE_S = 2.0
 _TRIES = 10
 _PAUSE_S = 0.5
+_GROUPS = "/sys/fs/cgroup"
 
 _log = structlog.get_logger(__name__)
 
@@ -34,6 +36,7 @@ async def end(container: str) -> None:
     for _ in range(_TRIES):
         left = await asyncio.to_thread(find, container)
         if not left:
+            await asyncio.to_thread(_remove_groups, container)
             return
         _log.warning("a removed container's processes are ended", container=container[:12], count=len(left))
         for pid in left:
@@ -45,6 +48,15 @@ async def end(container: str) -> None:
                 _log.warning("they are not this user's to end", container=container[:12])
                 return
         await asyncio.sleep(_PAUSE_S)
+
+
+def _remove_groups(container: str) -> None:
+    """Remove the control groups that are a container's; the kernel removes none that has anything in it."""
+    for folder, names, _ in os.walk(_GROUPS, topdown=False):
+        for name in names:
+            if container in name:
+                with contextlib.suppress(OSError):
+                    Path(folder, name).rmdir()
 
 
 def find(container: str) -> list[int]:

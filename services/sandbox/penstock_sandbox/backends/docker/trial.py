@@ -31,6 +31,8 @@ from penstock_sandbox.backends.refusals import Refused as RefusedInside
 from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, Resources, SandboxSpec
 
 _TRIAL = Resources(cpu=0.5, memory_bytes=256 * 1024 * 1024, pids=64)
+# So many are really started, within the operator's memory for one sandbox.
+_TRIAL_PIDS_TRIED = 16
 _TRIAL_DISK = 64 * 1024 * 1024
 _SHARED_PROBE = f"{OURS}/shared"
 _OWN_KERNELS = ("runsc", "kata")
@@ -99,7 +101,7 @@ class Trial:
             self._boxes.reach = reach
             if reach.own_kernel:
                 # Its control groups are around it, not in it: processes are counted by it, memory is not.
-                self._limits = replace(self._limits, memory_bytes=None, pids=_TRIAL.pids)
+                self._limits = replace(self._limits, memory_bytes=None, pids=_TRIAL_PIDS_TRIED)
             try:
                 await reach.open()
                 image = await self._images.ready(self._options.image)
