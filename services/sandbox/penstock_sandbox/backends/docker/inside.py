@@ -23,12 +23,12 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Final
 
-from penstock_chassis.errors import Internal, Unavailable
+from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.attendant import program
 from penstock_sandbox.backends.attended import ending
 from penstock_sandbox.backends.docker import confinement, container, hold
 from penstock_sandbox.backends.docker.additions import File, packed
-from penstock_sandbox.backends.docker.daemon import Daemon, Json, Missing, Refused
+from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
 from penstock_sandbox.backends.docker.images import Images
 from penstock_sandbox.backends.docker.interpreter import FOLDERS, Interpreter
 from penstock_sandbox.backends.docker.mounts import Mounts
@@ -80,10 +80,7 @@ class Inside(Reach):
 
     async def open(self) -> None:
         image, architecture = await self._images.known(self._base)
-        files = {
-            "attendant": program.text().encode(),
-            "filter": confinement.program(architecture),
-        }
+        files = {"attendant": program.text().encode(), "filter": confinement.program(architecture)}
         settings: Json = {"image": image, "command": ["-"], "entrypoint": ["-"], "labels": self._owner.labels("making")}
         source = await self._daemon.create("", settings, {"network_mode": "none"})
         interpreter = Interpreter()
@@ -92,14 +89,14 @@ class Inside(Reach):
                 f"inside-{secrets.token_hex(4)}", PLACE, image, lambda: self._pieces(source, interpreter, files)
             )
         except Refused as error:
-            raise Internal(
-                f"its Python cannot be taken from {self._base}: {error.what}", reason="CREATE_FAILED"
-            ) from error
+            problem = f"its Python cannot be taken from {self._base}: {error.what}"
+            raise FailedPrecondition(problem, reason="BACKEND_UNAVAILABLE") from error
         finally:
             await asyncio.shield(asyncio.ensure_future(self._reaper.container(source)))
         command = interpreter.command(PLACE)
         if command is None:
-            raise Unavailable(f"docker_sidecar_image ({self._base}) has no python3", reason="BACKEND_UNAVAILABLE")
+            problem = f"docker_sidecar_image ({self._base}) has no python3 that could be taken out of it"
+            raise FailedPrecondition(problem, reason="BACKEND_UNAVAILABLE")
         self.python = command
 
     def _pieces(self, source: str, interpreter: Interpreter, files: dict[str, bytes]) -> Iterator[Iterator[bytes]]:
@@ -121,20 +118,9 @@ class Inside(Reach):
         return
 
     def furnish(self, settings: Json, host: Json, image: ReadyImage, resources: Resources, *, writable: bool) -> None:
-        serve = [
-            *self.python,
-            _PROGRAM,
-            "inhabit",
-            "--socket",
-            _SOCKET,
-            "--aside",
-            "--last",
-            ENDED,
-            "--then",
-            hold.PATH,
-        ]
-        serve += ["--user", f"{image.account.uid}:{image.account.gid}", "--confine"]
-        serve += ["--seccomp", _FILTER]
+        carry = ["--aside", "--last", ENDED, "--then", hold.PATH]
+        workload = ["--user", f"{image.account.uid}:{image.account.gid}", "--confine", "--seccomp", _FILTER]
+        serve = [*self.python, _PROGRAM, "inhabit", "--socket", _SOCKET, *carry, *workload]
         if writable:
             serve += ["--root-mode", f"{ROOT_MODE:o}"]
         if resources.pids is not None:
@@ -185,6 +171,6 @@ class _Within(Piped):
                 return
         except TimeoutError:
             problem = "it takes too long"
-        except Missing:
-            problem = "the sandbox is gone"
-        raise Internal(f"what the sandbox wrote could not be told to disk: {problem}", reason="CREATE_FAILED")
+        except Refused as error:
+            problem = error.what
+        raise FailedPrecondition(f"what the sandbox wrote could not be written out: {problem}", reason="SEAL_FAILED")

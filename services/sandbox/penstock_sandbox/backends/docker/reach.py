@@ -96,7 +96,7 @@ class Reached(abc.ABC):
     async def written(self, *, ended: bool) -> None:
         """All that was written is where the daemon sees it; with ``ended``, also nothing runs there any more.
 
-        Raises Internal (CREATE_FAILED).
+        Raises FailedPrecondition (SEAL_FAILED).
         """
         return
 
