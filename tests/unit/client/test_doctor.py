@@ -190,7 +190,7 @@ def test_a_daemon_is_asked_for_what_its_sandboxes_depend_on(
     expected = {"server": "27.3.1", "storage_driver": "overlay2", "cgroup_version": "2", "reachable": True}
     assert expected.items() <= dict(good.details).items()
     assert "27.3.1" in good.found and "overlay2" in good.found and "cgroup v2" in good.found
-    assert "no gVisor" in good.found and good.details["gvisor"] == []
+    assert "no gVisor" in good.found and good.details["gvisor"] == ""
     info["Runtimes"] = {"runc": {"path": "runc"}, "sealed": {"path": "/usr/bin/runsc"}}
     info["Runtimes"]["new"] = {"runtimeType": "io.containerd.runsc.v1"}
     assert "gVisor as new, sealed" in doctor_backends.docker().found

@@ -367,8 +367,9 @@ def run(command: str, timeout_s: float, limit: int) -> "tuple[str, int | None]":
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     try:
-        exited: int | None = posix.pidfd_open(pid)
-        poll.register(exited, select.POLLIN)
+        descriptor = posix.pidfd_open(pid)
+        poll.register(descriptor, select.POLLIN)
+        exited: int | None = descriptor
     except OSError:
         exited = None  # gVisor, and Linux before 5.3: looked at now and then instead
     head, tail, total = b"", b"", 0

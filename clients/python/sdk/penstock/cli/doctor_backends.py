@@ -135,7 +135,7 @@ def docker() -> Finding:
     if _version(facts["api"]) < _MIN_DOCKER_API:
         return _not_ok("docker", found, "Docker 20.10 or newer is needed", details)
     gvisor = _gvisor(info)
-    details["gvisor"] = gvisor
+    details["gvisor"] = ", ".join(gvisor)
     found += f", gVisor as {', '.join(gvisor)}" if gvisor else ", no gVisor"
     missing = [
         name

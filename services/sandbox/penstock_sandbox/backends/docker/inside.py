@@ -26,6 +26,7 @@ from typing import Final
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.attendant import program
 from penstock_sandbox.backends.attended import ending
+from penstock_sandbox.backends.attended.pipe import SandboxGone
 from penstock_sandbox.backends.docker import confinement, container, hold
 from penstock_sandbox.backends.docker.additions import File, packed
 from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
@@ -146,11 +147,12 @@ class Inside(Reach):
 
 
 class _Within(Piped):
-    ended_reason = "PROCESS_ENDED"
-
     def __init__(self, daemon: Daemon, wire: Wire, name: str, python: Sequence[str]) -> None:
         super().__init__(daemon, wire, name, [*python, _PROGRAM, "attach", "--socket", _SOCKET, "--aside"])
         self._python = python
+
+    def gone(self) -> SandboxGone:
+        return SandboxGone("PROCESS_ENDED")
 
     async def stats(self) -> Stats:
         measured = figures(await self._daemon.stats(self._name))

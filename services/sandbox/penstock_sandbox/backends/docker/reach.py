@@ -283,8 +283,6 @@ class Sidecar(Reach):
 class Piped(Reached):
     """A way by the pipes of a container's first process, and of commands that join the attendant when those broke."""
 
-    ended_reason: str
-
     def __init__(self, daemon: Daemon, wire: Wire, name: str, join: Sequence[str]) -> None:
         self._daemon = daemon
         self._wire = wire
@@ -293,6 +291,10 @@ class Piped(Reached):
         self._first: _CommandPipe | None = None
         self._speaks: _CommandPipe | None = None
         self.opener = self._open
+
+    @abc.abstractmethod
+    def gone(self) -> SandboxGone:
+        """What it means that the container is not there."""
 
     async def attach(self) -> None:
         """Take hold of the first process's pipes, before it is started."""
@@ -311,11 +313,11 @@ class Piped(Reached):
             pipes = await stack.enter_async_context(self._wire.command(execution))
             return _CommandPipe(pipes, stack, lambda: self._daemon.exit_code(execution))
         except Missing as error:
-            raise SandboxGone(self.ended_reason) from error
+            raise self.gone() from error
         except Refused as error:
             await stack.aclose()
             if error.status == 409:
-                raise SandboxGone(self.ended_reason) from error
+                raise self.gone() from error
             raise
         except BaseException:
             await stack.aclose()
@@ -330,11 +332,12 @@ class Piped(Reached):
 
 
 class _Beside(Piped):
-    ended_reason = "SIDECAR_ENDED"
-
     def __init__(self, daemon: Daemon, wire: Wire, reaper: Reaper, name: str) -> None:
         super().__init__(daemon, wire, name, _ATTACH)
         self._reaper = reaper
+
+    def gone(self) -> SandboxGone:
+        return SandboxGone("SIDECAR_ENDED")
 
     async def stats(self) -> Stats:
         return figures(await self._daemon.stats(self._name))
