@@ -86,7 +86,7 @@ SERVICES: Mapping[str, Variant] = {
     "hf-hub": Variant(_HF, surroundings=_hf_jobs),
     "hf-sandbox": Variant(
         {**_HF, "PENSTOCK_SANDBOX_HF_CLIENT": "hf-sandbox", "PYTHONPATH": str(_ROOT / "tests/support/hf_jobs/hasten")},
-        on_demand="seconds for each sandbox and each request: an hour in all",
+        on_demand="seconds for each sandbox and each request: more than half an hour in all",
         left_out={
             "test_a_hundred_megabytes_go_in_and_come_out": "a request for every piece: minutes, and the call gives two",
             "test_fifty_sandboxes_at_once_all_work": "eight are made at a time, in seconds each: more than a minute",
