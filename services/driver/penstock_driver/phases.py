@@ -23,7 +23,7 @@ from penstock_chassis.errors import (
     Unavailable,
 )
 from penstock_driver import rewards
-from penstock_driver.endings import describe, failure_of, judge
+from penstock_driver.endings import BUDGET_EXHAUSTED, describe, failure_of, judge
 from penstock_driver.events import AgentEvent, EventKind, EventParser
 from penstock_driver.launches import Launch, Place, artifact_paths, check_host_tools, plan_launch
 from penstock_driver.ports import (
@@ -353,6 +353,8 @@ class Conductor:
             try:
                 return await work()
             except (ResourceExhausted, Unavailable) as error:
+                if error.reason == BUDGET_EXHAUSTED:
+                    raise
                 wait = error.retry_after_s if error.retry_after_s is not None else delay
                 is_full = isinstance(error, ResourceExhausted)
                 patience = self._order.limits.prepare_s if is_full else UNAVAILABLE_PATIENCE_S

@@ -88,7 +88,7 @@ async def test_a_token_opens_what_it_is_for_and_nothing_else(
             if what in allowed:
                 assert found == (400 if what == "complete" else 200)
             else:
-                assert found == (400 if what == "count" else 403), what
+                assert found == (400 if what in ("count", "models") else 403), what
     reasons = [line["reason"] for line in lines if line.get("audit") == "scope_refused"]
     names = {"models": "read", "count": "read", "complete": "completions", "tools": "tools"}
     assert reasons == [names[what] for what in names if what not in allowed]
@@ -110,15 +110,9 @@ async def test_a_token_expires_and_looks_as_any_other_that_is_not_valid(service:
             async with http.get(other, headers={"x-api-key": rollout.token}) as answer:
                 bodies.add((answer.status, await answer.read()))
     assert len(bodies) == 1 and next(iter(bodies))[0] == 401
-    told = [(line["rollout_id"], line["reason"]) for line in lines if line.get("audit") == "credential_refused"]
-    mine = rollout.rollout_id
-    assert told == [
-        (mine, "expired"),
-        (mine, "not_ours"),
-        (mine, "not_ours"),
-        (mine, "missing"),
-        ("nobody", "not_ours"),
-    ]
+    told = [line for line in lines if line.get("audit") == "credential_refused"]
+    assert [line["reason"] for line in told] == ["expired", "not_ours", "not_ours", "missing", "not_ours"]
+    assert [line["rollout_id"] for line in told] == [rollout.rollout_id] * 4 + ["nobody"]
     assert not any(rollout.token in str(line) for line in lines)
 
 

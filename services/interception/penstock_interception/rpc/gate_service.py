@@ -75,7 +75,9 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             group_id=request.group_id if request.HasField("group_id") else None,
             run_id=request.run_id if request.HasField("run_id") else None,
             labels=tuple(sorted(request.labels.items())),
+            run_budgets=_run_budgets_from(request),
         )
+        self._gate.metering.check(opening)
         offered = [tool.name for tool in self._gate.tools.offered_to(opening)]
         return pb.CheckSourceResponse(model_name=resolved.facts.model, host_tools=offered)
 
@@ -294,7 +296,7 @@ def _source_from(source: interception_pb2.ModelSource) -> tuple[Source, str | No
     return InferenceRef(), None
 
 
-def _run_budgets_from(request: pb.OpenRolloutRequest) -> RunBudgets | None:
+def _run_budgets_from(request: pb.OpenRolloutRequest | pb.CheckSourceRequest) -> RunBudgets | None:
     if not request.HasField("run_budgets"):
         return None
     if not request.run_id:

@@ -78,6 +78,7 @@ class CheckSourceRequest(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    RUN_BUDGETS_FIELD_NUMBER: _builtins.int
     mode: _interception_pb2.Mode.ValueType
     rollout_id: _builtins.str
     """Of the rollout that would be opened, for CheckSourceResponse.host_tools."""
@@ -89,6 +90,10 @@ class CheckSourceRequest(_message.Message):
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def run_budgets(self) -> _interception_pb2.RunBudgets:
+        """Of its run, to be held against those that the run has."""
+
     def __init__(
         self,
         *,
@@ -98,10 +103,11 @@ class CheckSourceRequest(_message.Message):
         group_id: _builtins.str | None = ...,
         run_id: _builtins.str | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        run_budgets: _interception_pb2.RunBudgets | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "rollout_id", b"rollout_id", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
