@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final
 
 from penstock_chassis.errors import DeadlineExceeded, PenstockError, ResourceExhausted, Unavailable
 from penstock_driver.events import AgentEvent
 from penstock_driver.ports import Exit, ExitReason, GateClosing
 from penstock_driver.rollouts import Cause, Failure, Phase
-
-BUDGET_EXHAUSTED: Final = "BUDGET_EXHAUSTED"
-"""The gate's reason for opening no rollout in a run that has used its budgets up: waiting does not help."""
 
 
 def judge(
@@ -52,8 +48,8 @@ def failure_of(error: PenstockError, phase: Phase) -> Failure:
 
     An installer's error says by itself where no retry helps, such as a package that does not exist.
     """
-    if error.reason == BUDGET_EXHAUSTED:
-        return Failure(Cause.BUDGET, error.reason, error.message, False, phase)
+    if error.reason == "BUDGET_EXHAUSTED":  # the gate opens no rollout in a run that is used up
+        return Failure(Cause.BUDGET, "BUDGET_EXHAUSTED", error.message, False, phase)
     passing = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or error.reason == "SANDBOX_LOST"
     retriable = passing and error.metadata.get("permanent") != "true"
     return Failure(Cause.INFRASTRUCTURE, error.reason, error.message, retriable, phase)

@@ -23,7 +23,7 @@ from penstock_chassis.errors import (
     Unavailable,
 )
 from penstock_driver import rewards
-from penstock_driver.endings import BUDGET_EXHAUSTED, describe, failure_of, judge
+from penstock_driver.endings import describe, failure_of, judge
 from penstock_driver.events import AgentEvent, EventKind, EventParser
 from penstock_driver.launches import Launch, Place, artifact_paths, check_host_tools, plan_launch
 from penstock_driver.ports import (
@@ -353,7 +353,7 @@ class Conductor:
             try:
                 return await work()
             except (ResourceExhausted, Unavailable) as error:
-                if error.reason == BUDGET_EXHAUSTED:
+                if error.reason == "BUDGET_EXHAUSTED":  # a run's, which no wait brings back
                     raise
                 wait = error.retry_after_s if error.retry_after_s is not None else delay
                 is_full = isinstance(error, ResourceExhausted)
