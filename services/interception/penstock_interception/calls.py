@@ -219,6 +219,8 @@ class Totals:
     last_failure_reason: str = ""
     last_failure_retriable: bool = False
     request_bytes: int = 0
+    # Requests that a used-up budget refused: they are no calls.
+    refused: int = 0
 
     @property
     def open(self) -> int:

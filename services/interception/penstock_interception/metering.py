@@ -125,6 +125,7 @@ class Metering:
             budget = self._run_budget(running, request_bytes)
         if not budget:
             return
+        rollout.totals.refused += 1
         if rollout.state is RolloutState.OPEN:
             rollout.state, rollout.exhausted_budget = RolloutState.EXHAUSTED, budget
             self._store.update_rollout(rollout)

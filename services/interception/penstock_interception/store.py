@@ -12,7 +12,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from sqlite3 import Row
 from typing import Literal, Self
@@ -267,7 +267,7 @@ class CallStore:
             call.chain_sha256, call.chain_index = record.chain, index
             count = record.keep + int(record.suffix.size)
             call.prompt = Prompt(count, record.keep, record.call_class, record.branch_id, record.parent_call_id)
-        rollout.totals = _count(calls)
+        rollout.totals = replace(_count(calls), refused=rollout.totals.refused)
         leases = [
             (call, item["session_id"], item["lease_id"], item["prompt_sha256"] or b"")
             for call, item in zip(calls, rows, strict=True)

@@ -82,6 +82,7 @@ async def test_a_used_up_run_ends_each_of_its_rollouts_alike_and_for_good(servic
             assert "run" in body["error"]["message"]
             found = await seen(service, rollout)
             assert (found.state, found.exhausted_budget) == (gate.GATE_ROLLOUT_STATE_EXHAUSTED, "run.max_calls")
+    assert [(await seen(service, rollout)).totals.refused for rollout in (one, two)] == [2, 1]
     stops = [line for line in lines if line.get("audit") == "budget_exhausted"]
     told = {(line.get("run_id"), line.get("rollout_id"), line["budget"]) for line in stops}
     assert len(stops) == 3

@@ -134,6 +134,7 @@ def rollout_to(rollout: Rollout) -> gate_pb2.GateRollout:
             last_failure_reason=totals.last_failure_reason,
             last_failure_retriable=totals.last_failure_retriable,
             request_bytes=totals.request_bytes,
+            refused=totals.refused,
         ),
         exhausted_budget=rollout.exhausted_budget,
         paused_time=convert.duration(rollout.paused_s),
