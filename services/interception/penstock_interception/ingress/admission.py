@@ -1,4 +1,4 @@
-"""What is seen of a request before it is served: whose token it has, what that must be good for, how large it is."""
+"""What is seen of a request before it is served: whose token it has, what that is good for, how large it may be."""
 
 from __future__ import annotations
 
@@ -32,13 +32,8 @@ def needed(method: str, path: str, route: Route | None) -> Scope:
     return Scope.READ if method == "GET" or path == COUNTS else Scope.COMPLETIONS
 
 
-async def body(request: web.Request, rollout: Rollout) -> bytes:
-    """The body. Raises HTTPRequestEntityTooLarge: before it is read, where its length is told."""
+def check_size(rollout: Rollout, size: int | None) -> None:
+    """Refuses a body that is larger than the rollout's own bound: HTTPRequestEntityTooLarge. None is not known yet."""
     largest = rollout.opening.budgets.max_request_bytes_per_call
-    told = request.content_length
-    if largest is not None and told is not None and told > largest:
-        raise web.HTTPRequestEntityTooLarge(max_size=largest, actual_size=told)
-    data = await request.read()
-    if largest is not None and len(data) > largest:
-        raise web.HTTPRequestEntityTooLarge(max_size=largest, actual_size=len(data))
-    return data
+    if largest is not None and size is not None and size > largest:
+        raise web.HTTPRequestEntityTooLarge(max_size=largest, actual_size=size)

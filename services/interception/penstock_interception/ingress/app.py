@@ -145,7 +145,9 @@ class Ingress:
             return web.Response(body=dialect.model(name), content_type=_JSON)
         if request.method != "POST":
             return _problem(dialect, Problem(405, "method_not_allowed", "Use POST."))
-        body = await admission.body(request, rollout)
+        admission.check_size(rollout, request.content_length)
+        body = await request.read()
+        admission.check_size(rollout, len(body))
         if route.ask is Ask.COUNT:
             parsed = await self._read(body, lambda: dialect.parse(body, route))
             count = await self._turns.count(rollout, parsed, len(body))

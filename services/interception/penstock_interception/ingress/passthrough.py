@@ -83,7 +83,9 @@ class Passthrough:
             raise BadRequest("This rollout has no endpoint.", None, "no_upstream")
         if request.method not in ("GET", "POST") or not _OFFERED.fullmatch(path):
             raise BadRequest("There is no such route.", None, "unknown_url")
-        body = await admission.body(request, rollout)
+        admission.check_size(rollout, request.content_length)
+        body = await request.read()
+        admission.check_size(rollout, len(body))
         call = None
         if request.method == "POST" and path != admission.COUNTS:
             call = self._turns.gate.admit(rollout, _arrival(body, dialect))
