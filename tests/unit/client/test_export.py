@@ -58,8 +58,9 @@ def trajectory() -> Trajectory:
             versions=[completion_pb2.PolicyVersionSpan(policy_version=3, start=2, end=6)],
         )
     )  # fmt: skip
-    tool = {"tool_call_id": "t", "name": "lookup", "arguments_json": '{"word":"x"}', "result_json": "[]"}
-    message.host_tool_calls.append(pb.HostToolCall(**tool, state=pb.CALL_STATE_DELIVERED, result_bytes=2))
+    tool = pb.HostToolCall(tool_call_id="t", name="lookup", arguments_json='{"word":"x"}', result_json="[]")
+    tool.state, tool.result_bytes = pb.CALL_STATE_DELIVERED, 2
+    message.host_tool_calls.append(tool)
     return from_proto(message)
 
 

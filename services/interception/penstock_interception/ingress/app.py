@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import structlog
@@ -22,6 +22,7 @@ from penstock_interception.audit import Event
 from penstock_interception.calls import Arrival, Call, CallState, Mode, Rollout
 from penstock_interception.credentials import Refusal
 from penstock_interception.ingress import admission, mcp, outcomes
+from penstock_interception.ingress.connections import BrokenBody, Connections, TooSlow
 from penstock_interception.ingress.dialect import Ask, BadRequest, DialectCodec, Problem, Route
 from penstock_interception.ingress.joining import identify, same_call
 from penstock_interception.ingress.passthrough import Passthrough
@@ -34,8 +35,11 @@ _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 MAX_SESSION_HEADER = 256
-# About 2 ms of parsing; what is larger is read in a thread.
+# What takes longer than about 3 ms to read is read in a thread: it is the objects of a body that cost, 5 to 10 us each,
+# and then its bytes. Small bodies are not counted.
 INLINE_BODY_BYTES = 256 << 10
+INLINE_OBJECTS = 512
+UNCOUNTED_BYTES = 12 << 10
 _JSON: Final = "application/json"
 _STREAM_HEADERS: Final = {
     "cache-control": "no-cache, no-transform",
@@ -60,6 +64,7 @@ class Ingress:
         turns: Turns,
         dialects: Iterable[DialectCodec],
         passthrough: Passthrough,
+        connections: Connections,
         limits: IngressLimits | None = None,
     ) -> None:
         """The first of the dialects is asked last, and says no where no other does."""
@@ -67,16 +72,20 @@ class Ingress:
         self._fallback, *others = dialects
         self._dialects = (*others, self._fallback)
         self._passthrough = passthrough
+        self._connections = connections
         self._limits = limits or IngressLimits()
         self._audit = turns.gate.audit
-        self._mcp = mcp.McpServer(turns, first_byte_s=self._limits.first_byte_s, keep_alive_s=self._limits.keep_alive_s)
+        self._mcp = mcp.McpServer(
+            turns, connections, first_byte_s=self._limits.first_byte_s, keep_alive_s=self._limits.keep_alive_s
+        )
 
     def app(self) -> web.Application:
         """The application, to be run with handler cancellation."""
         app = web.Application(client_max_size=self._limits.max_body_bytes)
-        app.router.add_get("/health", _alive)
-        app.router.add_route("*", "/rollout/{rollout_id}{path:/.*}", self._rollout)
-        app.router.add_route("*", "/{path:.*}", self._elsewhere)
+        tracked = self._connections.tracked
+        app.router.add_get("/health", tracked(_alive))
+        app.router.add_route("*", "/rollout/{rollout_id}{path:/.*}", tracked(self._rollout))
+        app.router.add_route("*", "/{path:.*}", tracked(self._elsewhere))
         return app
 
     async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
@@ -92,6 +101,8 @@ class Ingress:
             self._audit.tell(Event.CREDENTIAL_REFUSED, rollout_id=rollout_id, peer=request.remote, reason=known.value)
             return self._mcp.unauthorised() if path == mcp.PATH else _problem(nearest, outcomes.UNAUTHORISED)
         rollout, scopes = known
+        if not self._connections.claim(request, rollout.id):
+            return _last(_problem(nearest, outcomes.TOO_MANY_CONNECTIONS))
         dialect, route = nearest, None
         try:
             if path != mcp.PATH and rollout.opening.mode is not Mode.BLACK_BOX:
@@ -117,6 +128,10 @@ class Ingress:
         except web.HTTPRequestEntityTooLarge:
             self._audit.tell(Event.BODY_TOO_LARGE, rollout_id=rollout.id, peer=request.remote)
             return _problem(dialect, outcomes.TOO_LARGE)
+        except TooSlow:
+            return _last(_problem(dialect, outcomes.TOO_SLOW))
+        except BrokenBody:
+            return _last(_problem(dialect, outcomes.BROKEN_BODY))
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:  # noqa: BLE001 - logged; nothing of it reaches the agent (R8)
@@ -146,7 +161,7 @@ class Ingress:
         if request.method != "POST":
             return _problem(dialect, Problem(405, "method_not_allowed", "Use POST."))
         admission.check_size(rollout, request.content_length)
-        body = await request.read()
+        body = await self._connections.body(request)
         admission.check_size(rollout, len(body))
         if route.ask is Ask.COUNT:
             parsed = await self._read(body, lambda: dialect.parse(body, route))
@@ -155,8 +170,8 @@ class Ingress:
         return await self._complete(request, rollout, dialect, route, body)
 
     async def _read(self, body: bytes, work: Callable[[], T]) -> T:
-        """Reads a body here, or in a thread when it is a large one."""
-        return work() if len(body) <= INLINE_BODY_BYTES else await self._turns.elsewhere(work)
+        """Reads a body here, or in a thread when that takes long (R32)."""
+        return work() if _is_small(body) else await self._turns.elsewhere(work)
 
     async def _complete(
         self, request: web.Request, rollout: Rollout, dialect: DialectCodec, route: Route, body: bytes
@@ -187,7 +202,7 @@ class Ingress:
             call = await self._turns.begin(rollout, arrival, parsed)
         else:
             call.http_attempts += 1
-        parsed = replace(parsed, messages=(), tools=())  # a call that waits keeps its body only
+        parsed = parsed.without_content()  # a call that waits keeps its body only
         gate = self._turns.gate
         gate.attach(call)
         try:
@@ -238,6 +253,11 @@ class Ingress:
         return next((dialect for dialect in self._dialects if dialect.owns(path)), self._fallback)
 
 
+def _is_small(body: bytes) -> bool:
+    size = len(body)
+    return size <= UNCOUNTED_BYTES or (size <= INLINE_BODY_BYTES and body.count(b"{") <= INLINE_OBJECTS)
+
+
 def _session(request: web.Request, rollout: Rollout) -> tuple[tuple[str, str], ...]:
     names = rollout.opening.hints.session_headers
     return tuple((name, request.headers[name][:MAX_SESSION_HEADER]) for name in names if name in request.headers)
@@ -255,6 +275,12 @@ def _problem(dialect: DialectCodec, problem: Problem) -> web.Response:
     return web.Response(
         status=dialect.status(problem), body=dialect.problem(problem), content_type=_JSON, headers=headers
     )
+
+
+def _last(response: web.Response) -> web.Response:
+    """Ends the connection with this answer."""
+    response.force_close()
+    return response
 
 
 async def _alive(_request: web.Request) -> web.Response:
