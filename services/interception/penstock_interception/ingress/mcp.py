@@ -68,6 +68,11 @@ class McpServer:
         refused = RpcError(jsonrpc.INVALID_REQUEST, "The token is not valid for this address.", status=401)
         return _refusal(refused, {"www-authenticate": "Bearer"})
 
+    @staticmethod
+    def forbidden() -> web.Response:
+        """For a token of the rollout that is not for tools."""
+        return _refusal(RpcError(jsonrpc.INVALID_REQUEST, "The token is not for tools.", status=403))
+
     async def serve(self, request: web.Request, rollout: Rollout) -> web.StreamResponse:
         """One HTTP request of a rollout's agent."""
         number: jsonrpc.Id | None = None

@@ -522,7 +522,7 @@ class TurnSpan(_message.Message):
     end: _builtins.int
     untrained_reason: _builtins.str
     """Why its tokens are masked 0; empty when they are masked 1. SHARED: another sample of the rollout trains them. TRUNCATED: a
-    limit cut it. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and the name of a class that is not trained.
+    limit cut it. BUDGET: what was left of a budget of the rollout or its run did. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and the name of a class that is not trained.
     """
     def __init__(
         self,
