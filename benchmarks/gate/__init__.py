@@ -1,0 +1,91 @@
+"""The gate without agents or sandboxes, beside gateways of others: what a call costs, and what it keeps.
+
+`make bench-gate-peers` installs the others under runs/gate-peers; where they are not, they are left out, and the run
+says so. Each is asked by the same load, and answered by a program that needs no time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Final
+
+from benchmarks.gate import loads, memory, words
+from benchmarks.gate.conversations import Conversation, Opening, Reply, Size
+from benchmarks.gate.doors import connect
+from benchmarks.gate.loads import FURTHER, LOADS, Handling, Load
+from benchmarks.gate.targets import PEERS_PYTHON, Setting, Target
+from benchmarks.report import Row, Section
+from benchmarks.timing import beside
+
+HELD: Final = 4096
+HELD_BESIDE: Final = 512
+"""Streams, where others are measured too: an HTTP client of theirs opens no more than 1,000 connections."""
+VERIFIERS: Final = ("verifiers 0.4, {}", "verifiers_program.py")
+AGENTCORE: Final = ("agentcore-rl-toolkit 0.2, {}", "agentcore_program.py")
+
+
+async def measure(place: Path, *, full: bool = False) -> list[Section]:
+    """All of it, one after another; `full` takes longer."""
+    tokenizer = words.write_tokenizer(place / "tokenizer")
+    replies = {"short": Reply.of(tokenizer, 64), "long": Reply.of(tokenizer, 2048)}
+    setting = Setting(place, place / "tokenizer", replies)
+    wanted = (*LOADS, *FURTHER) if full else LOADS
+    others = {
+        "constant": await _rows(setting.constant(), [load for load in wanted if load.peers], bare=True),
+        **(await _peers(setting, wanted, full=full)),
+    }
+    relay = await _rows(setting.relay(), [load for load in wanted if load.peers])
+    gate = await _rows(setting.gate(), wanted, whole=True)
+    about = "CPU of the process per call unless said otherwise"
+    return [
+        *(Section(f"{title}: {about}", rows) for title, rows in others.items()),
+        Section(f"Penstock as a relay: {about}", beside(relay, others)),
+        Section(f"Penstock's gate, answered by a trainer: {about}", beside(gate, others)),
+    ]
+
+
+async def _peers(setting: Setting, wanted: Sequence[Load], *, full: bool) -> dict[str, list[Row]]:
+    if not PEERS_PYTHON.exists():
+        print("The gateways of others are not measured: `make bench-gate-peers` installs them", flush=True)
+        return {}
+    kinds = [(*VERIFIERS, "train"), (*VERIFIERS, "relay"), (*AGENTCORE, "linear")]
+    if full:
+        kinds.append((*AGENTCORE, "tree"))
+    found = {}
+    for title, program, kind in kinds:
+        target = setting.peer(title.format(kind), program, kind)
+        found[title.format(kind)] = await _rows(target, [load for load in wanted if load.peers], peer=True)
+    return found
+
+
+async def _rows(
+    starting: AbstractAsyncContextManager[Target],
+    wanted: Sequence[Load],
+    *,
+    bare: bool = False,
+    peer: bool = False,
+    whole: bool = False,
+) -> list[Row]:
+    began = time.perf_counter()
+    handling = Handling()
+    async with starting as target:
+        await _warm_up(target)
+        rows = [] if bare else await memory.measure(target, HELD if whole else HELD_BESIDE)
+        for load in wanted:
+            rows.append(await loads.measure(target, load, load.peers if peer else load.conversations, handling))
+        if not bare:
+            rows += handling.rows()
+        print(f"  {target.title}: {time.perf_counter() - began:.0f} s", flush=True)
+    return rows
+
+
+async def _warm_up(target: Target) -> None:
+    for size in Size:
+        doors = await target.open(8)
+        await connect(doors)
+        conversations = [Conversation(Opening.of(size, "warm"), f"warm-up {index}") for index in range(len(doors))]
+        await loads.talk(doors, conversations, 2, 4)
+        await loads.hang_up(target, doors)
