@@ -75,6 +75,12 @@ bench-peers: $(STAMP) ## measure sandboxes beside bare bubblewrap and SWE-ReX
 	@runs/peers/bin/python -m pip --disable-pip-version-check --quiet install -r benchmarks/peers.txt
 	@$(BIN)/python -m benchmarks sandboxes
 
+.PHONY: bench-gate-peers
+bench-gate-peers: $(STAMP) ## measure the gate beside verifiers and agentcore-rl-toolkit
+	@$(PYTHON) -m venv runs/gate-peers
+	@runs/gate-peers/bin/python -m pip --disable-pip-version-check --quiet install -r benchmarks/gate/peers.txt
+	@$(BIN)/python -m benchmarks gate
+
 .PHONY: docs
 docs: ## check that the documentation's links lead somewhere
 	@echo "== docs"

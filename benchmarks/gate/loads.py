@@ -46,7 +46,7 @@ class Load:
 
 LOADS: Final = (
     Load(Size.SMALL, 1, 256, 128),
-    Load(Size.SMALL, 64, 1024, 256),
+    Load(Size.SMALL, 64, 512, 256),
     Load(Size.SMALL, 512, 1024, 512),
     Load(Size.SMALL, 4096, 4096, 0),
     Load(Size.SMALL, 16, 16, 16, turns=TURNS),

@@ -15,11 +15,11 @@ from benchmarks.gate.loads import hang_up
 from benchmarks.gate.targets import Target
 from benchmarks.report import Row
 
-SHORT: Final = (64, 16)
-LONG: Final = (64, 8)
+SHORT: Final = (32, 16)
+LONG: Final = (32, 8)
 """Conversations and turns of each, with short answers and with long ones."""
 AT_ONCE: Final = 8
-KEEP_ALIVES: Final = 2
+KEEP_ALIVES: Final = 1
 KEPT: Final = "kept of a call"
 PATIENCE_S: Final = 300.0
 
