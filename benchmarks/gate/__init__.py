@@ -23,6 +23,10 @@ from benchmarks.timing import beside
 HELD: Final = 4096
 HELD_BESIDE: Final = 512
 """Streams, where others are measured too: an HTTP client of theirs opens no more than 1,000 connections."""
+BARE_S: Final = 15.0
+BESIDE_S: Final = 40.0
+GATE_S: Final = 120.0
+"""Seconds after which no further load begins, without `full`: of the constant, of each that is compared with, of ours."""
 VERIFIERS: Final = ("verifiers 0.4, {}", "verifiers_program.py")
 AGENTCORE: Final = ("agentcore-rl-toolkit 0.2, {}", "agentcore_program.py")
 
@@ -33,12 +37,13 @@ async def measure(place: Path, *, full: bool = False) -> list[Section]:
     replies = {"short": Reply.of(tokenizer, 64), "long": Reply.of(tokenizer, 2048)}
     setting = Setting(place, place / "tokenizer", replies)
     wanted = (*LOADS, *FURTHER) if full else LOADS
+    beside_it = [load for load in wanted if load.peers]
     others = {
-        "constant": await _rows(setting.constant(), [load for load in wanted if load.peers], bare=True),
-        **(await _peers(setting, wanted, full=full)),
+        "constant": await _rows(setting.constant(), beside_it, None if full else BARE_S, bare=True),
+        **(await _peers(setting, beside_it, full=full)),
     }
-    relay = await _rows(setting.relay(), [load for load in wanted if load.peers])
-    gate = await _rows(setting.gate(), wanted, whole=True)
+    relay = await _rows(setting.relay(), beside_it, None if full else BESIDE_S)
+    gate = await _rows(setting.gate(), wanted, None if full else GATE_S, streams=HELD)
     about = "CPU of the process per call unless said otherwise"
     return [
         *(Section(f"{title}: {about}", rows) for title, rows in others.items()),
@@ -57,28 +62,34 @@ async def _peers(setting: Setting, wanted: Sequence[Load], *, full: bool) -> dic
     found = {}
     for title, program, kind in kinds:
         target = setting.peer(title.format(kind), program, kind)
-        found[title.format(kind)] = await _rows(target, [load for load in wanted if load.peers], peer=True)
+        found[title.format(kind)] = await _rows(target, wanted, None if full else BESIDE_S, peer=True)
     return found
 
 
 async def _rows(
     starting: AbstractAsyncContextManager[Target],
     wanted: Sequence[Load],
+    patience_s: float | None,
     *,
     bare: bool = False,
     peer: bool = False,
-    whole: bool = False,
+    streams: int = HELD_BESIDE,
 ) -> list[Row]:
+    handling, left_out = Handling(), []
     began = time.perf_counter()
-    handling = Handling()
     async with starting as target:
         await _warm_up(target)
-        rows = [] if bare else await memory.measure(target, HELD if whole else HELD_BESIDE)
+        rows = [] if bare else await memory.measure(target, streams)
         for load in wanted:
+            if patience_s is not None and time.perf_counter() - began > patience_s:
+                left_out.append(load.name)
+                continue
             rows.append(await loads.measure(target, load, load.peers if peer else load.conversations, handling))
-        if not bare:
+        if handling.rollouts and not bare:
             rows += handling.rows()
-        print(f"  {target.title}: {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"  {target.title}: {time.perf_counter() - began:.0f} s", flush=True)
+    if left_out:
+        print(f"  left out for lack of time: {'; '.join(left_out)}", flush=True)
     return rows
 
 

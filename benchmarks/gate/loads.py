@@ -45,20 +45,21 @@ class Load:
 
 
 LOADS: Final = (
-    Load(Size.SMALL, 1, 256, 128),
     Load(Size.SMALL, 64, 512, 256),
+    Load(Size.AGENT, 64, 256, 64),
+    Load(Size.AGENT, 64, 64, 64, cold=True),
+    Load(Size.SMALL, 16, 16, 16, turns=TURNS),
+    Load(Size.AGENT, 16, 16, 16, turns=TURNS),
+    Load(Size.SMALL, 1, 256, 128),
     Load(Size.SMALL, 512, 1024, 512),
     Load(Size.SMALL, 4096, 4096, 0),
-    Load(Size.SMALL, 16, 16, 16, turns=TURNS),
-    Load(Size.AGENT, 1, 64, 16),
-    Load(Size.AGENT, 64, 256, 64),
-    Load(Size.AGENT, 512, 512, 0),
-    Load(Size.AGENT, 64, 64, 64, cold=True),
-    Load(Size.AGENT, 16, 16, 16, turns=TURNS),
     Load(Size.SMALL, 64, 64, 64, held_s=1),
     Load(Size.SMALL, 512, 512, 512, held_s=1),
     Load(Size.SMALL, 4096, 4096, 0, held_s=1),
+    Load(Size.AGENT, 1, 64, 16),
+    Load(Size.AGENT, 512, 512, 0),
 )
+"""What is told first is measured first: a machine that is busy with other things does not come to the last."""
 FURTHER: Final = (
     Load(Size.SMALL, 512, 512, 0, turns=TURNS),
     Load(Size.AGENT, 64, 64, 64, turns=TURNS),

@@ -55,7 +55,7 @@ class Target(ABC):
 
     def cpu_s(self) -> float:
         """CPU seconds so far."""
-        return processes.cpu(self.pid).own
+        return processes.cpu_s(self.pid)
 
     def resident_bytes(self) -> int:
         """Its memory."""
