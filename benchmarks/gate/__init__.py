@@ -26,7 +26,7 @@ HELD_BESIDE: Final = 512
 BARE_S: Final = 15.0
 BESIDE_S: Final = 40.0
 GATE_S: Final = 120.0
-"""Seconds after which no further load begins, without `full`: of the constant, of each that is compared with, of ours."""
+"""Seconds of loads after which no further one begins without `full`: of the constant, of each beside it, of ours."""
 VERIFIERS: Final = ("verifiers 0.4, {}", "verifiers_program.py")
 AGENTCORE: Final = ("agentcore-rl-toolkit 0.2, {}", "agentcore_program.py")
 
@@ -76,10 +76,11 @@ async def _rows(
     streams: int = HELD_BESIDE,
 ) -> list[Row]:
     handling, left_out = Handling(), []
-    began = time.perf_counter()
+    started = time.perf_counter()
     async with starting as target:
         await _warm_up(target)
-        rows = [] if bare else await memory.measure(target, streams)
+        rows = [] if bare else await memory.measure(target, streams, 1 if streams == HELD_BESIDE else 4)
+        began = time.perf_counter()
         for load in wanted:
             if patience_s is not None and time.perf_counter() - began > patience_s:
                 left_out.append(load.name)
@@ -87,7 +88,7 @@ async def _rows(
             rows.append(await loads.measure(target, load, load.peers if peer else load.conversations, handling))
         if handling.rollouts and not bare:
             rows += handling.rows()
-    print(f"  {target.title}: {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"  {target.title}: {time.perf_counter() - started:.0f} s", flush=True)
     if left_out:
         print(f"  left out for lack of time: {'; '.join(left_out)}", flush=True)
     return rows

@@ -15,9 +15,9 @@ from benchmarks.gate.loads import hang_up
 from benchmarks.gate.targets import Target
 from benchmarks.report import Row
 
-SHORT: Final = (32, 16)
-LONG: Final = (32, 8)
-"""Conversations and turns of each, with short answers and with long ones."""
+SHORT: Final = (16, 16)
+LONG: Final = (16, 8)
+"""Conversations and turns of each, with short answers and with long ones, for who keeps much of each."""
 AT_ONCE: Final = 8
 KEEP_ALIVES: Final = 1
 KEPT: Final = "kept of a call"
@@ -32,17 +32,19 @@ class _Grown:
     tokens: int
 
 
-async def measure(target: Target, streams: int) -> list[Row]:
+async def measure(target: Target, streams: int, times: int = 1) -> list[Row]:
     """Memory, to be measured before anything else: what is used again once it was freed shows nowhere.
+
+    `times` as many conversations make what is kept of each stand out against what any load needs.
 
     What a token costs is told by two kinds of conversations, whose answers have 64 and 2,048 tokens.
     """
     ready = await _grow(target, "long", (AT_ONCE, 8))  # what any such load needs once
-    short = await _grow(target, "short", SHORT)
+    short = await _grow(target, "short", (times * SHORT[0], SHORT[1]))
     rows = [Row(KEPT, short.bytes / short.calls / 1024, "KiB", f"of {short.tokens / short.calls:.0f} tokens")]
     rollouts = [*ready.rollouts, *short.rollouts]
     if target.tells_tokens:
-        long = await _grow(target, "long", LONG)
+        long = await _grow(target, "long", (times * LONG[0], LONG[1]))
         growth = long.bytes / long.calls - short.bytes / short.calls
         tokens = long.tokens / long.calls - short.tokens / short.calls
         rows.append(Row("kept of a token", growth / tokens, "bytes", "longer answers' growth by their tokens"))
