@@ -10,7 +10,6 @@ The gate knows no wire. Whoever knows tokens (`Recorder`) judges and records ans
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import cast

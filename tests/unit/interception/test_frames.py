@@ -30,7 +30,7 @@ def parse(_: Dialect, body: bytes) -> ChatRequest:
 async def test_no_frame_is_larger_than_its_limit_and_none_of_its_calls_is_lost() -> None:
     """R22: long prompts share frames as far as they go; one that is larger than a frame has one for itself."""
     opening = Opening("r", "r", Mode.INTERCEPTION_GATE)
-    rollout = Rollout(opening, salt="", token_digest=b"", created=0.0)
+    rollout = Rollout(opening, created=0.0)
     arrival = Arrival(
         Dialect.CHAT_COMPLETIONS, b"{}", bytes(32), "k", stream=False, sampling=Sampling(), model_requested=""
     )
