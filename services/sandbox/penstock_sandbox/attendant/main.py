@@ -82,10 +82,6 @@ def main(arguments: Optional[List[str]] = None) -> int:
         return 1
 
 
-def _octal(text: str) -> int:
-    return int(text, 8)
-
-
 def _ids(text: str) -> Tuple[int, int]:
     uid, _, gid = text.partition(":")
     return int(uid), int(gid or uid)
