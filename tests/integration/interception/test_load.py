@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import tracemalloc
 from typing import Any
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
@@ -113,3 +115,35 @@ def _sizes(service: Any) -> dict[str, int]:
         "lanes": sum(len(lane) + len(lane.rollouts) for lane in held._lanes.values()),
         "sessions": sum(len(session.held) for session in held.sessions()),
     }
+
+
+async def test_what_is_kept_of_a_sampled_token_is_its_id_its_logprob_and_its_text(service: Any) -> None:
+    """R82: each is stored once: 4 bytes, 4 bytes, and a character here, where every byte is a token."""
+    rollout, trainer = await service.open(), await service.trainer()
+    client = rollout.client()
+
+    async def answered(index: int, words: int) -> int:
+        ask: Any = [{"role": "user", "content": f"question {index}"}]
+        asked = asyncio.create_task(client.chat.completions.create(model="m", messages=ask))
+        await trainer.answer("abc def " * words)
+        usage = (await asked).usage
+        assert usage is not None
+        return int(usage.completion_tokens)
+
+    async def kept(words: int) -> tuple[int, int]:
+        """Bytes and tokens of ten answers."""
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        tokens = sum([await answered(1000 * words + index, words) for index in range(10)])
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before, tokens
+
+    await kept(1)  # what is made once
+    tracemalloc.start()
+    try:
+        small, few = await kept(50)
+        large, many = await kept(1000)
+    finally:
+        tracemalloc.stop()
+    assert many > 15 * few > 0
+    assert (large - small) / (many - few) <= 12
