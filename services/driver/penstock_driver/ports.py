@@ -93,6 +93,7 @@ class SandboxTerms:
     pids: int | None = None
     disk_bytes: int | None = None
     user: str = ""
+    own_kernel: bool = False
     setup_network: bytes = b""
     """What setup may reach, in the adapter's form; empty for nothing."""
 

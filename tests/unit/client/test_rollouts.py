@@ -81,7 +81,7 @@ async def test_a_rollout_is_asked_for_with_everything_that_was_said_and_nothing_
         run_budgets=RunBudgets(max_prompt_tokens=0, max_request_bytes=9),
         token_terms=TokenTerms(scopes=["completions", TokenScope.READ], ttl=90),
         policy=PolicyConstraint(max_staleness=0),
-        sandbox=SandboxChoice(backend="local", user="worker"),
+        sandbox=SandboxChoice(backend="local", user="worker", own_kernel=True),
         sampling=Sampling(temperature=0.0),
         run_id="run",
         labels={"x": "y"},
@@ -101,7 +101,7 @@ async def test_a_rollout_is_asked_for_with_everything_that_was_said_and_nothing_
     assert spec.mode == interception_pb2.MODE_TRANSPARENT_PROXY
     assert spec.source.upstream.caller.api_key == "k"
     assert spec.budgets.HasField("max_calls") and not spec.budgets.HasField("max_total_tokens")
-    assert (spec.sandbox.backend, spec.sandbox.user) == ("local", "worker")
+    assert (spec.sandbox.backend, spec.sandbox.user, spec.sandbox.own_kernel) == ("local", "worker", True)
     assert (spec.budgets.call_rate.calls, spec.budgets.call_rate.period.seconds) == (3, 60)
     assert not spec.budgets.call_rate.HasField("burst")
     assert spec.run_budgets.HasField("max_prompt_tokens") and not spec.run_budgets.HasField("max_calls")

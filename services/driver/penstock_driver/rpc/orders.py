@@ -96,6 +96,7 @@ def order_from_proto(spec: rollout_pb2.RolloutSpec, registry: AgentRegistry) -> 
             backend=spec.sandbox.backend,
             image=spec.sandbox.image,
             user=spec.sandbox.user,
+            own_kernel=spec.sandbox.own_kernel,
             cpu=resources.cpu if resources.HasField("cpu") else None,
             memory_bytes=resources.memory_bytes if resources.HasField("memory_bytes") else None,
             pids=resources.pids if resources.HasField("pids") else None,

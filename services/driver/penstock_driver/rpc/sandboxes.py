@@ -328,6 +328,7 @@ def _sandbox_spec(terms: SandboxTerms) -> sandbox_pb2.SandboxSpec:
     spec = sandbox_pb2.SandboxSpec(
         backend=terms.backend,
         user=terms.user,
+        own_kernel=terms.own_kernel,
         resources=sandbox_pb2.Resources(
             cpu=terms.cpu, memory_bytes=terms.memory_bytes, pids=terms.pids, disk_bytes=terms.disk_bytes
         ),

@@ -170,7 +170,8 @@ Network: TypeAlias = OneEndpoint | Allowlist | OpenNetwork
 class SandboxChoice:
     """What a rollout may choose about its sandbox; the operator's policy bounds it.
 
-    `user` is the account that executes agent, setup and verifier; empty = the backend's ordinary user.
+    `user` is the account that executes agent, setup and verifier; empty = the backend's ordinary user. `own_kernel`:
+    fail rather than run on the kernel of the backend's machine (gVisor and virtual machines have their own).
     """
 
     backend: str = ""
@@ -178,6 +179,7 @@ class SandboxChoice:
     resources: Resources | None = None
     setup_network: Network | None = None
     user: str = ""
+    own_kernel: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,6 +146,7 @@ def sandbox_choice(value: tasks.SandboxChoice) -> rollout_pb2.SandboxChoice:
         resources=resources(value.resources),
         setup_network=network(value.setup_network),
         user=value.user,
+        own_kernel=value.own_kernel,
     )
 
 

@@ -450,6 +450,7 @@ class SandboxChoice(_message.Message):
     RESOURCES_FIELD_NUMBER: _builtins.int
     SETUP_NETWORK_FIELD_NUMBER: _builtins.int
     USER_FIELD_NUMBER: _builtins.int
+    OWN_KERNEL_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     """Empty = the sandbox service's default."""
     image: _builtins.str
@@ -457,6 +458,10 @@ class SandboxChoice(_message.Message):
     user: _builtins.str
     """The account that executes the agent, setup and the verifier, as SandboxSpec.user. Empty = the backend's ordinary user. One
     that the backend or the image has not fails the rollout, with the reason CAPABILITY_MISSING or USER_UNKNOWN.
+    """
+    own_kernel: _builtins.bool
+    """Only with a kernel of its own, as SandboxSpec.own_kernel: gVisor or a virtual machine. On a backend that has none the rollout
+    fails with CAPABILITY_MISSING before anything runs.
     """
     @_builtins.property
     def resources(self) -> _sandbox_pb2.Resources: ...
@@ -472,10 +477,11 @@ class SandboxChoice(_message.Message):
         resources: _sandbox_pb2.Resources | None = ...,
         setup_network: _sandbox_pb2.NetworkPolicy | None = ...,
         user: _builtins.str = ...,
+        own_kernel: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resources", b"resources", "setup_network", b"setup_network"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "image", b"image", "resources", b"resources", "setup_network", b"setup_network", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "image", b"image", "own_kernel", b"own_kernel", "resources", b"resources", "setup_network", b"setup_network", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
