@@ -305,7 +305,7 @@ async def test_what_a_budget_cut_is_told_apart_and_never_trained_on(serving: Any
         assert [turn.untrained_reason for turn in sample.turns] == ["BUDGET"]
         texts = {finding.reason: finding.message for finding in captured.findings}
         assert "run.max_completion_tokens" in texts["TURN_TRUNCATED"]
-        assert captured.grade == trajectory_pb2.GRADE_USABLE
+        assert "NOTHING_TO_TRAIN" in texts and captured.grade == trajectory_pb2.GRADE_UNUSABLE
         assert any("run.max_completion_tokens" in note for note in captured.calls[0].normalisations)
 
 

@@ -18,6 +18,7 @@ from tests.support.docker_backend import REACHES, Collected, backend, create, di
 from tests.support.registry import registry
 
 from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError
+from penstock_sandbox.attendant.system import ASIDE
 from penstock_sandbox.backends.base import MountedToolbox, StartFailed
 from penstock_sandbox.backends.docker.backend import DockerBackend
 from penstock_sandbox.backends.docker.options import DockerOptions
@@ -167,15 +168,15 @@ def _kill_carriers() -> int:
     carriers = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+            user, arguments = folder.stat().st_uid, (folder / "cmdline").read_bytes().split(b"\0")
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
             groups = (folder / "cgroup").read_text()
         except OSError:
             continue
         ours = any(sidecar in groups for sidecar in sidecars)
-        if ours and arguments[:3] == [b"python3", b"/opt/penstock/attendant", b"attach"]:
+        if ours and user == ASIDE and b"/opt/penstock/attendant" in arguments:
             carriers[folder.name] = parent
-    # The first one's parent waits for it.
+    # The first one's parent waits for it, as the same user.
     carrying = set(carriers) - set(carriers.values())
     for process in carrying:
         os.kill(int(process), signal.SIGKILL)

@@ -268,8 +268,14 @@ async def test_statistics_are_e2bs_where_it_has_them_and_otherwise_unknown(world
 
         await eventually_async(held, "the memory shows")
         await box.kill("p")
+
+        async def freed() -> bool:
+            now = await service.sandboxes.GetStats(wanted, timeout=30)
+            return now.memory_bytes + large // 2 < now.memory_peak_bytes
+
+        await eventually_async(freed, "the memory is free again, and the most that was held stays known")
         after = await service.sandboxes.GetStats(wanted, timeout=30)
-        assert after.memory_bytes + large // 2 < after.memory_peak_bytes and after.disk_bytes > 8 << 20
+        assert after.disk_bytes > 8 << 20
         assert not after.HasField("pids") and not after.HasField("cpu_time")
         await cloud.behave(refuse_metrics=True)
         none = await service.sandboxes.GetStats(wanted, timeout=30)
