@@ -81,6 +81,8 @@ from penstock.client.results import (
     RolloutResult,
 )
 from penstock.client.rollouts import RolloutOptions
+from penstock.client.sandbox_handle import Fork, SandboxHandle
+from penstock.client.sandbox_values import Backend, Diff, FileInfo, RunResult, Snapshot, Stats
 from penstock.client.sessions import InterceptSession, Selector
 from penstock.client.tasks import (
     AgentChoice,
@@ -122,6 +124,7 @@ __all__ = [
     "AlreadyDelivered",
     "AlreadyExists",
     "ArtifactCollected",
+    "Backend",
     "Branch",
     "Budgets",
     "Call",
@@ -134,6 +137,7 @@ __all__ = [
     "ConfigurationError",
     "DataLoss",
     "DeadlineExceeded",
+    "Diff",
     "Ended",
     "Endpoints",
     "EngineInfo",
@@ -141,8 +145,10 @@ __all__ = [
     "FailedPrecondition",
     "Failure",
     "FailureCause",
+    "FileInfo",
     "Finding",
     "FinishReason",
+    "Fork",
     "Group",
     "GroupHandle",
     "HostTool",
@@ -187,13 +193,17 @@ __all__ = [
     "RolloutHandle",
     "RolloutOptions",
     "RolloutResult",
+    "RunResult",
     "Sample",
     "Sampling",
     "SandboxChoice",
+    "SandboxHandle",
     "SeedFile",
     "Selector",
     "SessionLost",
+    "Snapshot",
     "StalePolicy",
+    "Stats",
     "Task",
     "Text",
     "Timings",

@@ -158,6 +158,12 @@ class StalePolicy(ResultRejected):
     retryable = True
 
 
+def wrong_type(argument: str, expected: str, given: object) -> InvalidArgument:
+    """The refusal of an argument of another type, before anything is sent."""
+    what = f"expected {expected}, not {type(given).__name__}"
+    return InvalidArgument(f"{argument}: {what}", reason="ARGUMENT_TYPE", violations=(Violation(argument, what),))
+
+
 STREAM_BROKEN: Final = "STREAM_BROKEN"
 """The service ended a stream while it was written to, and grpc.aio forgot what it said; the next attempt hears it."""
 

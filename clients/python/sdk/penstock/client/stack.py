@@ -96,24 +96,25 @@ class LocalStack:
     def __init__(
         self,
         *,
-        model_dir: Path | None = None,
+        model_dir: Path | str | None = None,
         engine: str = "numpy",
         engine_options: Mapping[str, str] = MappingProxyType({}),
         upstreams: Mapping[str, UpstreamEndpoint] = MappingProxyType({}),
-        tokenizers: Mapping[str, Path] = MappingProxyType({}),
+        tokenizers: Mapping[str, Path | str] = MappingProxyType({}),
         ports: Mapping[str, int] = MappingProxyType({}),
-        state_dir: Path | None = None,
-        log_dir: Path | None = None,
+        state_dir: Path | str | None = None,
+        log_dir: Path | str | None = None,
         settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        self._model_dir = model_dir
+        # Absolute like the rest: the services get them in files of their own, which lie elsewhere.
+        self._model_dir = None if model_dir is None else Path(model_dir).absolute()
         self._engine = engine
         self._engine_options = engine_options
         self._upstreams = upstreams
-        self._tokenizers = tokenizers
+        self._tokenizers = {name: Path(path).absolute() for name, path in tokenizers.items()}
         self._ports = ports
-        self.state_dir = (state_dir or default_state_dir()).absolute()
-        self.log_dir = (log_dir or self.state_dir / "logs").absolute()
+        self.state_dir = Path(state_dir or default_state_dir()).absolute()
+        self.log_dir = Path(log_dir or self.state_dir / "logs").absolute()
         self._settings = settings
         self.operator_token = secrets.token_hex(32)
         """May call everything."""
