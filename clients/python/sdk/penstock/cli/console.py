@@ -37,13 +37,11 @@ EXIT_CODES: Final = (
     " PENSTOCK_DEBUG=1 shows the whole of an error."
 )
 
-_UNBOUNDED: Final = 100_000
-
 
 def _console(*, stderr: bool) -> Console:
     """On a terminal as wide as that is; in a pipe or a file there is no width, and nothing is wrapped or cut."""
     console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=_UNBOUNDED)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=100_000)
 
 
 out = _console(stderr=False)
@@ -112,8 +110,10 @@ def columns(*headers: str | tuple[str, JustifyMethod]) -> Table:
     """A table without lines whose cells are wrapped where a terminal is narrow, never cut."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for header in headers:
-        name, justify = (header, "left") if isinstance(header, str) else header
-        table.add_column(name, justify=justify, overflow="fold")
+        if isinstance(header, str):
+            table.add_column(header, overflow="fold")
+        else:
+            table.add_column(header[0], justify=header[1], overflow="fold")
     return table
 
 

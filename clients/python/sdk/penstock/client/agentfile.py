@@ -214,7 +214,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _entry(field: FieldDescriptor, value: Any) -> tuple[str, Any]:
+def _entry(field: Any, value: Any) -> tuple[str, Any]:
     """A field's key in the file, and its value there."""
     key = _LONG_NAMES.get(field.name, field.name)
     kind = field.message_type
@@ -234,7 +234,7 @@ def _entry(field: FieldDescriptor, value: Any) -> tuple[str, Any]:
     return key, _written(field, value)
 
 
-def _written(field: FieldDescriptor, value: Any) -> Any:
+def _written(field: Any, value: Any) -> Any:
     if field.enum_type is not None:
         prefix = field.enum_type.values[0].name.removesuffix("UNSPECIFIED")
         return field.enum_type.values_by_number[value].name.removeprefix(prefix).lower()
