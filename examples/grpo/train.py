@@ -240,7 +240,7 @@ def main() -> None:
         f"  {latest}/model                the trained model\n"
         "\nTry next:\n"
         f"  {penstock} rollout --agent shell --task {here}/task.yaml --model-dir {latest}/model\n"
-        "    (its context is 1,024 tokens, too short for what opencode, pi and their like ask; they want another model:)\n"
+        "    (its context is 1,024 tokens, too short for what opencode, pi and such ask; they want another model:)\n"
         f"  {penstock} rollout --agent opencode --task {here}/task.yaml --upstream URL --model M --api-key-env NAME\n"
         f"  {penstock} up --model-dir {latest}/model\n"
     )
