@@ -28,7 +28,7 @@ def list_() -> None:
 
 @app.command()
 def show(name: Annotated[str, typer.Argument(help="The agent's name.")]) -> None:
-    """An agent's whole spec, as the YAML file that `register` takes: a beginning for one of your own."""
+    """An agent's spec, as the file that `register` takes."""
     run(_show(name))
 
 
