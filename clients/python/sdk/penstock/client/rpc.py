@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 import grpc
 
 from penstock.client.endpoints import Endpoints, ServiceName, Tls
-from penstock.client.errors import STREAM_BROKEN, ConfigurationError, PenstockError, Unavailable, from_rpc_error
+from penstock.client.errors import ConfigurationError, PenstockError, Unavailable, from_rpc_error
 
 if TYPE_CHECKING:
     Unary = grpc.aio.UnaryUnaryMultiCallable
@@ -176,7 +176,7 @@ class Service:
                 if source.failure is not None:
                     raise source.failure from None
                 error = from_rpc_error(failure, self.peer)
-                if error.reason != STREAM_BROKEN or not attempts:
+                if error.reason != "STREAM_BROKEN" or not attempts:
                     raise error from None
             except asyncio.CancelledError:
                 task = asyncio.current_task()

@@ -38,6 +38,7 @@ class SandboxesClient:
         user: str = "",
         lease: float | None = None,
         labels: Mapping[str, str] | None = None,
+        own_kernel: bool = False,
     ) -> SandboxHandle:
         """Makes a sandbox and returns when it is ready: `async with await ps.sandboxes.create() as sandbox`.
 
@@ -51,8 +52,11 @@ class SandboxesClient:
             user: the account that executes; empty = the backend's ordinary user.
             lease: seconds that it lives without `renew`; None = 15 min.
             labels: for finding it.
+            own_kernel: refuse it rather than run it on the kernel of the backend's machine (gVisor, virtual machines).
         """
-        spec = wire_sandboxes.spec(backend, image, snapshot_id, resources, network, env, user, lease, labels)
+        spec = wire_sandboxes.spec(
+            backend, image, snapshot_id, resources, network, env, user, lease, labels, own_kernel
+        )
         request = pb.CreateSandboxRequest(request_id=secrets.token_hex(16), spec=spec)
         answer = await self._service.call(self._stub.CreateSandbox, request, timeout=300.0, repeatable=True)
         return SandboxHandle(

@@ -18,6 +18,7 @@ def spec(
     user: str = "",
     lease: float | None = None,
     labels: Mapping[str, str] | None = None,
+    own_kernel: bool = False,
 ) -> sandbox_pb2.SandboxSpec:
     """What a sandbox shall be; empty and None stay unset."""
     message = sandbox_pb2.SandboxSpec(
@@ -28,6 +29,7 @@ def spec(
         user=user,
         lease=wire.duration(lease),
         labels=labels or {},
+        own_kernel=own_kernel,
     )
     if snapshot_id:
         message.base.snapshot_id = snapshot_id
