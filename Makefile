@@ -100,9 +100,10 @@ clean: ## remove the environment, caches and runs
 # Node comes along as a wheel, for the agents that are written for it. What only checks and tests need comes last.
 $(STAMP): constraints.txt $(EXAMPLES) $(addsuffix /pyproject.toml,$(DISTRIBUTIONS) services/sandbox)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Penstock needs Python 3.11 or newer; try: make PYTHON=python3.12")'
-	@echo "== installing into $(VENV) (once)"
+	@echo "== installing into $(VENV) (once; some minutes, most of them downloads)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt hatchling editables
+	@echo "== installing the services, the client and what the examples need"
 	@$(PIP) install --no-build-isolation -c constraints.txt $(addprefix -r ,$(EXAMPLES)) $(addprefix -e ./,$(DISTRIBUTIONS)) -e "./services/sandbox[docker,node]"
 	@touch $@
 

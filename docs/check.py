@@ -1,6 +1,7 @@
-"""Checks that every relative link of the repository's Markdown leads to a file, and every anchor to a heading.
+"""Checks that every relative link of the repository's Markdown leads to a file, every anchor to a heading, and to every
+page of docs/ some link of another page.
 
-python docs/check.py        exit 1 and a line per broken link
+python docs/check.py        exit 1 and a line per broken link or page that nobody finds
 """
 
 import re
@@ -17,14 +18,19 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)")
 _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
 
 
-def broken(page: Path) -> Iterator[str]:
-    """The links of a page that lead nowhere; addresses on the web are not followed."""
+def links(page: Path) -> Iterator[tuple[str, Path, str]]:
+    """The links of a page: as written, the file, the anchor. Addresses on the web are not followed."""
     text = _CODE.sub("", _FENCE.sub("", page.read_text(encoding="utf-8")))
     for link in _LINK.findall(text):
         if re.match(r"[a-z][a-z0-9+.-]*:", link):
             continue
         path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
+        yield link, (page.parent / path).resolve() if path else page, anchor
+
+
+def broken(page: Path) -> Iterator[str]:
+    """The links of a page that lead nowhere."""
+    for link, target, anchor in links(page):
         # A page that links out of the repository would break for everyone who only has the repository.
         reachable = target.exists() and target.is_relative_to(ROOT)
         if reachable and anchor and target.suffix == ".md":
@@ -39,13 +45,23 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in _HEADING.findall(text)}
 
 
+def lost(pages: list[Path]) -> Iterator[Path]:
+    """The pages of docs/ to which no other page links; a link to a page's directory leads to it too."""
+    found = {target for page in pages for _, target, _ in links(page) if target != page}
+    for page in pages:
+        if page.is_relative_to(ROOT / "docs") and not found.intersection((page, page.parent)):
+            yield page
+
+
 def main() -> None:
     """Checks all pages; see the module's text."""
     pages = [page for page in sorted(ROOT.rglob("*.md")) if not SKIPPED.intersection(page.relative_to(ROOT).parts[:-1])]
     found = [f"{page.relative_to(ROOT)}: {link}" for page in pages for link in broken(page)]
     if found:
         sys.exit("links that lead nowhere:\n  " + "\n  ".join(found))
-    print(f"{len(pages)} pages, every link leads somewhere")
+    if unseen := [str(page.relative_to(ROOT)) for page in lost(pages)]:
+        sys.exit("pages that no other page links:\n  " + "\n  ".join(unseen))
+    print(f"{len(pages)} pages, every link leads somewhere and somewhere a link to every page")
 
 
 if __name__ == "__main__":

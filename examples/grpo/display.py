@@ -73,6 +73,12 @@ class Display:
             self._doing = doing
             self._live.update(self._render())
 
+    def begin(self, doing: str) -> None:
+        """As `say`, of something that takes a while: where there is no live screen, a line."""
+        self.say(doing)
+        if not self._live.is_started:
+            self.console.print(doing, highlight=False, soft_wrap=True)
+
     def step(self, metrics: Metrics) -> None:
         """A step is done."""
         self._history.append(metrics)

@@ -53,7 +53,7 @@ RUNS = Path(__file__).resolve().parents[2] / "runs" / "demo"
 def warm_start(codec: Codec, seed: int, run: Path, display: Display) -> Learner:
     """The policy that training starts from, in `run`/initial."""
     learner = Learner(model.ModelConfig(vocab_size=codec.vocab_size), seed)
-    display.say("warm start: learning the tool-call format from examples ...")
+    display.begin("warm start: learning the tool-call format from examples (kept for the next run of this seed) ...")
     learner.warm_start(Corpus(codec), run.parent / "cache", display.say)
     model.export(learner.params, learner.config, codec.files, run / "initial")
     return learner
@@ -63,7 +63,7 @@ async def train(
     learner: Learner, codec: Codec, seed: int, max_steps: int, run: Path, start: float, display: Display
 ) -> list[Metrics]:
     """One training run; answers its metrics. Everything that it makes is in `run`; `start` is when the clock began."""
-    display.say("starting the four services ...")
+    display.begin("starting the four services ...")
     history: list[Metrics] = []
     stack = LocalStack(model_dir=run / "initial", state_dir=run / "services")
     async with (
@@ -76,7 +76,7 @@ async def train(
         order = np.random.default_rng(seed)
         for step in range(max_steps):
             began = time.perf_counter()
-            display.say(f"step {step + 1}: {PROMPTS * GROUP_SIZE} agents at work ...")
+            (display.say if step else display.begin)(f"step {step + 1}: {PROMPTS * GROUP_SIZE} agents at work ...")
             chosen = [TASKS[i] for i in order.permutation(len(TASKS))[:PROMPTS]]
             groups = await asyncio.gather(*(start_group(ps, run.name, step, i, task) for i, task in enumerate(chosen)))
             results = await asyncio.gather(*(group.results() for group in groups))
@@ -110,7 +110,7 @@ async def train(
             if len(history) >= WINDOW and recent(history, WINDOW) >= GOAL:
                 break
         session.finish()
-    display.say("saving ...")
+    display.begin("saving ...")
     model.export(learner.params, learner.config, codec.files, run / "model")
     return history
 
@@ -240,6 +240,7 @@ def main() -> None:
         f"  {latest}/model                the trained model\n"
         "\nTry next:\n"
         f"  {penstock} rollout --agent shell --task {here}/task.yaml --model-dir {latest}/model\n"
+        "    (its context is 1,024 tokens, too short for what opencode, pi and such ask; they want another model:)\n"
         f"  {penstock} rollout --agent opencode --task {here}/task.yaml --upstream URL --model M --api-key-env NAME\n"
         f"  {penstock} up --model-dir {latest}/model\n"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from pathlib import PurePosixPath
@@ -27,6 +28,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_driver.events import EventRule, Expression
@@ -69,6 +71,11 @@ NpmPackage = Annotated[
     ),
 ]
 
+
+_PARTS: Final = "parts"
+"""Type of the error that has several problems, in its context."""
+_TOLD: Final = 20
+"""Mistakes in the message; all are in the violations."""
 
 _BY_NAME: Final = Field(strict=False)
 """For enums in strict models: YAML has only their names."""
@@ -300,45 +307,43 @@ class AgentSpec(_Model):
         return next((option for option in self.options if option.name == name), None)
 
     @model_validator(mode="after")
-    def _templates_fit(self) -> Self:
-        used = {name for where, name in self._placeholders()}
-        names_of_options = [option.name for option in self.options]
-        for name in names_of_options:
-            if names_of_options.count(name) > 1:
-                raise ValueError(f"options: {name} is declared twice")
-            if f"option.{name}" not in used:
-                raise ValueError(f"options: {name} is declared, but nothing uses it, so it would have no effect")
-        if ("instruction" in used) != (self.instruction.method is Delivery.ARGV):
-            raise ValueError("instruction: {{instruction}} is used exactly when the method is argv")
-        if "instruction_path" in used and self.instruction.method is not Delivery.FILE:
-            raise ValueError("instruction: {{instruction_path}} exists only when the method is file")
-        if "base_url" not in used:
-            raise ValueError("nothing uses {{base_url}}: the agent would call somebody else")
+    def _parts_fit(self) -> Self:
+        problems = list(self._problems())
+        if problems:
+            raise PydanticCustomError(_PARTS, "{problems}", {"problems": "; ".join(problems), "each": problems})
         return self
 
-    @model_validator(mode="after")
-    def _mcp_file_is_a_tree(self) -> Self:
-        if self.mcp and any(file.path == self.mcp.path and file.text is not None for file in self.files):
-            raise ValueError("mcp.path: names a text file, which cannot be merged into")
-        return self
-
-    def _placeholders(self) -> Iterator[tuple[str, str]]:
-        """Yield (where, name) of every placeholder, refusing those that may not stand where they stand."""
+    def _problems(self) -> Iterator[str]:
+        """What does not hold between the parts, all of it: nobody shall have to ask once for each mistake."""
         options = {f"option.{option.name}" for option in self.options}
         plain = PLAIN_VALUES | {f"option.{option.name}" for option in self.options if option.is_plain}
         known = VALUES | options
+        used = set[str]()
         for where, name, allowed in self._places(known):
+            used.add(name)
             if name not in known:
-                raise ValueError(f"{where}: unknown placeholder {{{{{name}}}}}; known are {', '.join(sorted(known))}")
-            if name not in allowed:
-                raise ValueError(f"{where}: {{{{{name}}}}} may not be used here")
-            yield where, name
+                yield f"{where}: unknown placeholder {{{{{name}}}}}; known are {', '.join(sorted(known))}"
+            elif name not in allowed:
+                yield f"{where}: {{{{{name}}}}} may not be used here"
         for index, file in enumerate(self.files):
             for name in names(file.text or ""):
-                if name not in plain and not is_tail(file.text or "", name):
-                    raise ValueError(
-                        f"files[{index}].text: {{{{{name}}}}} can hold anything, so it may only be the end of the text"
-                    )
+                if name in known and name not in plain and not is_tail(file.text or "", name):
+                    where = f"files[{index}].text"
+                    yield f"{where}: {{{{{name}}}}} can hold anything, so it may only be the end of the text"
+        declared = Counter(option.name for option in self.options)
+        for name, times in declared.items():
+            if times > 1:
+                yield f"options: {name} is declared twice"
+            if f"option.{name}" not in used:
+                yield f"options: {name} is declared, but nothing uses it, so it would have no effect"
+        if ("instruction" in used) != (self.instruction.method is Delivery.ARGV):
+            yield "instruction: {{instruction}} is used exactly when the method is argv"
+        if "instruction_path" in used and self.instruction.method is not Delivery.FILE:
+            yield "instruction: {{instruction_path}} exists only when the method is file"
+        if "base_url" not in used:
+            yield "nothing uses {{base_url}}: the agent would call somebody else"
+        if self.mcp and any(file.path == self.mcp.path and file.text is not None for file in self.files):
+            yield "mcp.path: names a text file, which cannot be merged into"
 
     def _places(self, known: frozenset[str] | set[str]) -> Iterator[tuple[str, str, frozenset[str] | set[str]]]:
         in_argv, in_env = known - SECRETS, known - {"instruction"}
@@ -369,10 +374,11 @@ def parse_spec(data: Mapping[str, Any]) -> AgentSpec:
         return AgentSpec.model_validate(data)
     except ValidationError as error:
         violations = [
-            Violation(".".join(str(part) for part in item["loc"]) or "spec", item["msg"].removeprefix("Value error, "))
-            for item in error.errors(include_url=False, include_context=False, include_input=False)
+            Violation(".".join(str(part) for part in item["loc"]) or "spec", problem.removeprefix("Value error, "))
+            for item in error.errors(include_url=False, include_input=False)
+            for problem in (item["ctx"]["each"] if item["type"] == _PARTS else (item["msg"],))
         ]
-        summary = "; ".join(f"{violation.field}: {violation.description}" for violation in violations[:3])
+        summary = "; ".join(f"{violation.field}: {violation.description}" for violation in violations[:_TOLD])
         raise InvalidArgument(
             f"the agent spec is not valid: {summary}", reason="SPEC_INVALID", violations=violations
         ) from None

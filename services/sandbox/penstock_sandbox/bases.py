@@ -89,4 +89,6 @@ class Bases:
 
 def unknown(snapshot_id: str) -> NotFound:
     """The error for a snapshot that is not there."""
-    return NotFound("no such snapshot", reason="SNAPSHOT_UNKNOWN", metadata={"snapshot_id": snapshot_id})
+    return NotFound(
+        f"there is no snapshot {snapshot_id[:200]!r}", reason="SNAPSHOT_UNKNOWN", metadata={"snapshot_id": snapshot_id}
+    )

@@ -130,4 +130,6 @@ class Table:
 
 
 def _unknown(sandbox_id: str) -> NotFound:
-    return NotFound("no such sandbox", reason="SANDBOX_UNKNOWN", metadata={"sandbox_id": sandbox_id})
+    return NotFound(
+        f"there is no sandbox {sandbox_id[:200]!r}", reason="SANDBOX_UNKNOWN", metadata={"sandbox_id": sandbox_id}
+    )

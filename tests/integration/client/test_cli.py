@@ -240,13 +240,18 @@ async def test_a_taken_port_is_one_line_that_says_what_to_do(tmp_path: Path) -> 
         code, _, err = await penstock("up", "--state-dir", str(tmp_path / "state"))
     assert code == 3, err
     assert "127.0.0.1:7703 cannot be listened on" in err and "--free-ports" in err
-    assert "Traceback" not in err and len(err.strip().splitlines()) == 1
+    first, told = err.strip().splitlines()  # what is being started, then what went wrong
+    assert first.startswith("starting interception") and "Traceback" not in told
 
 
 async def test_agents_are_listed_shown_checked_and_registered(connection: dict[str, str], tmp_path: Path) -> None:
     """R66: the list is the registry's; adding an agent is adding one YAML file."""
     code, out, err = await penstock("agents", "show", "shell", environment=connection)
     assert code == 0 and "argv:" in out, err
+    derived = tmp_path / "derived.yaml"
+    derived.write_text(out.replace("name: shell", "name: derived", 1))
+    code, out, err = await penstock("agents", "register", str(derived), environment=connection)
+    assert code == 0 and "registered derived" in out, (out, err)
     code, out, err = await penstock("agents", "check", "shell", environment=connection)
     assert code == 0 and "ok" in out, (out, err)
     spec = tmp_path / "mine.yaml"
@@ -268,6 +273,12 @@ default_timeout_s: 30
     spec.write_text("name: mine\nargs: []\n")
     code, _, err = await penstock("agents", "register", str(spec), environment=connection)
     assert code == 2 and "args: no such key" in err
+    spec.write_text(
+        "name: mine\nversion: '1'\nargv: [x, '{{nothing}}']\ninstruction: {method: argv}\ndialects: [messages]\n"
+    )
+    code, _, err = await penstock("agents", "register", str(spec), environment=connection)
+    assert code == 2, err  # the same kind of refusal, whoever found it
+    assert "unknown placeholder {{nothing}}" in err and "nothing uses {{base_url}}" in err
 
 
 async def test_export_writes_a_file(connection: dict[str, str], task_file: Path, tmp_path: Path) -> None:
@@ -278,8 +289,75 @@ async def test_export_writes_a_file(connection: dict[str, str], task_file: Path,
     )  # fmt: skip
     file = tmp_path / "rows.jsonl"
     code, out, err = await penstock("export", str(file), "--run-id", "cli-export", environment=connection)
-    assert code == 0 and "1 rows" in out, (out, err)
+    assert code == 0 and "1 row of" in out, (out, err)
     assert orjson.loads(file.read_bytes())["reward"] == 1.0
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+async def test_an_export_that_matches_nothing_says_so_and_makes_no_file(
+    connection: dict[str, str], tmp_path: Path, suffix: str
+) -> None:
+    """A mistyped id is no empty success."""
+    file = tmp_path / f"rows.{suffix}"
+    code, out, err = await penstock("export", str(file), "--run-id", "typo", environment=connection)
+    assert code == 1 and not out and "no ended rollout with run id typo" in err
+    assert not list(tmp_path.glob("*rows*"))
+    for options in ((str(tmp_path / "absent" / "rows.jsonl"),), (str(file), "--state-dir", str(tmp_path / "absent"))):
+        code, _, err = await penstock("export", *options, environment=connection)
+        assert code == 2 and "there is no directory" in err
+    assert not (tmp_path / "absent").exists()
+
+
+async def test_a_state_directory_that_is_named_is_the_one_that_is_used(
+    connection: dict[str, str], stack: LocalStack, tmp_path: Path
+) -> None:
+    """Services that run elsewhere do not answer for it; those that run there do."""
+    state = tmp_path / "state"
+    state.mkdir()
+    code, _, err = await penstock(
+        "export", str(tmp_path / "rows.jsonl"), "--state-dir", str(state), environment=connection
+    )
+    assert code == 1 and f"logs in {state}/logs" in err, err
+    write_connection(state / "connection.json", stack.endpoints, pid=os.getpid())
+    code, _, err = await penstock("export", str(tmp_path / "rows.jsonl"), "--state-dir", str(state), "--run-id", "typo")
+    assert code == 1 and "logs in" not in err, err
+
+
+async def test_up_whose_service_is_killed_says_which_and_what_to_do(tmp_path: Path) -> None:
+    """One line, without the log of somebody who had no time to say why."""
+    up = await start("up", "--free-ports", "--state-dir", str(tmp_path / "state"))
+    assert up.stdout is not None and up.stderr is not None
+    async for line in up.stdout:
+        if line.startswith(b"ingress"):
+            break
+    (pid,) = _children(up.pid, "penstock_sandbox")
+    os.kill(pid, signal.SIGKILL)
+    rest = (await up.stderr.read()).decode()
+    assert await up.wait() == 3
+    told = rest.strip().splitlines()[-1]
+    for said in (
+        "The sandbox service was killed by SIGKILL",
+        "All services are stopped; start them again",
+        "sandbox.log",
+    ):
+        assert said in told, rest
+    assert '"event"' not in rest
+
+
+def _children(pid: int, module: str) -> list[int]:
+    """The child processes that run a module."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [
+        int(child) for child in found if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+    ]
+
+
+async def test_nothing_is_cut_where_the_output_is_no_terminal(connection: dict[str, str]) -> None:
+    """A pipe has no width."""
+    code, out, _ = await penstock("agents", environment={**connection, "COLUMNS": "80"})
+    assert code == 0 and "…" not in out
+    (row,) = [line for line in out.splitlines() if line.startswith("claude-code")]
+    assert "append_system_prompt" in row
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

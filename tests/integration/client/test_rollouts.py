@@ -168,6 +168,8 @@ async def test_the_same_call_is_not_answered_twice_at_once(ps: Penstock) -> None
         await asyncio.sleep(0)
         with pytest.raises(AlreadyDelivered):
             await call.deliver(good)
+        with pytest.raises(InvalidArgument, match="completion: expected a Completion"):
+            await call.deliver("x")  # type: ignore[arg-type]
         await first
     assert (await handle.result()).failure is None
 

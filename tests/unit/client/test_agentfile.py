@@ -6,18 +6,56 @@ import pytest
 
 import penstock_driver
 from penstock.client import InvalidArgument
-from penstock.client.agentfile import load_spec
+from penstock.client.agentfile import dump_spec, load_spec
+from penstock.driver.v1 import agent_pb2
 from penstock_driver.registry import built_in_specs
-from penstock_driver.rpc.agents import spec_from_proto
+from penstock_driver.rpc.agents import spec_from_proto, spec_to_proto
+from penstock_driver.specs import AgentSpec
 
 AGENTS = Path(penstock_driver.__path__[0]) / "agents"
 
 
 @pytest.mark.parametrize("spec", list(built_in_specs()), ids=lambda spec: str(spec.name))
-def test_the_client_reads_a_spec_as_the_driver_does(spec: object) -> None:
+def test_the_client_reads_a_spec_as_the_driver_does(spec: AgentSpec) -> None:
     """R66: an agent is one YAML file, whoever reads it."""
-    read = load_spec(AGENTS / f"{spec.name}.yaml")  # type: ignore[attr-defined]
+    read = load_spec(AGENTS / f"{spec.name}.yaml")
     assert spec_from_proto(read) == spec
+
+
+@pytest.mark.parametrize("spec", list(built_in_specs()), ids=lambda spec: str(spec.name))
+def test_what_is_shown_of_an_agent_is_the_file_that_registers_it(spec: AgentSpec, tmp_path: Path) -> None:
+    """R66: one can start from a built-in agent."""
+    message = spec_to_proto(spec)
+    file = tmp_path / "mine.yaml"
+    text = dump_spec(message)
+    file.write_text(text)
+    read = load_spec(file)
+    assert read == message and spec_from_proto(read) == spec
+    assert "_UNSPECIFIED" not in text and "METHOD_" not in text
+
+
+def test_a_file_that_is_no_text_and_permission_bits_survive_the_file(tmp_path: Path) -> None:
+    """R44: files are bytes."""
+    spec = agent_pb2.AgentSpec(name="x")
+    spec.toolbox.files.add(path="bin/x", content=bytes(range(256)), mode=0o755)
+    spec.toolbox.files.add(path="bin/y", content=b"#!/bin/sh\n\ttrailing \nx\r\n", mode=0)
+    file = tmp_path / "mine.yaml"
+    file.write_text(dump_spec(spec), newline="")
+    assert load_spec(file) == spec
+    assert "mode: 0755" in file.read_text()
+    file.write_text('name: x\ntoolbox: {files: [{path: a, content: b, mode: "0755"}]}')
+    assert load_spec(file).toolbox.files[0].mode == 0o755
+
+
+def test_all_mistakes_of_a_file_are_named_at_once(tmp_path: Path) -> None:
+    """Whoever corrects a file shall not have to ask once for each mistake."""
+    file = tmp_path / "agent.yaml"
+    file.write_text("name: x\nargs: []\ninstruction: {method: fax, nowhere: 1}\nargv: cat\nneeds_root: 3\n")
+    with pytest.raises(InvalidArgument) as caught:
+        load_spec(file)
+    named = [item.field for item in caught.value.violations]
+    assert named == ["args", "instruction.method", "instruction.nowhere", "argv", "needs_root"]
+    assert all(field in str(caught.value) for field in named)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,15 @@ def test_a_task_file_that_cannot_be_read_is_wrong_usage(tmp_path: Path, content:
     assert "task.yaml" in done.output or "steup" in done.output
 
 
+@pytest.mark.parametrize("command", [(), ("rollout",), ("export",), ("agents",), ("credentials",)], ids=" ".join)
+def test_no_help_is_cut_on_a_narrow_terminal(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option that cannot be read cannot be typed."""
+    monkeypatch.setenv("COLUMNS", "80")
+    done = CliRunner().invoke(app, [*command, "--help"])
+    text = done.output.replace("scripted, ...", "").replace("[ARGS]...", "")
+    assert done.exit_code == 0 and "…" not in text and "..." not in text, done.output
+
+
 def test_an_upstream_of_up_is_an_address() -> None:
     """A name without a scheme is refused before it is configured."""
     done = CliRunner().invoke(app, ["up", "--upstream", "mine=127.0.0.1:9"])

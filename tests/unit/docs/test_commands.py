@@ -67,6 +67,12 @@ def test_what_a_page_tells_to_type_exists(page: Path) -> None:
                 assert set(_FLAG.findall(rest)) <= flags | {"help"}, code
 
 
+def test_the_client_s_readme_names_every_command() -> None:
+    """A command that is added is told."""
+    text = "\n".join(code_of(ROOT / "clients/python/sdk/README.md"))
+    assert {name for name, _, _ in _PROGRAM.findall(text)} == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_service_s_readme_promises_a_help_and_the_help_tells_every_setting(
     name: str, capsys: pytest.CaptureFixture[str]

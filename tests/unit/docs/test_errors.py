@@ -57,7 +57,7 @@ PASSED_ON = {
     },
     "client": {
         "penstock/client/errors.py: kind(reason=reason)": "the reason of the service that was called",
-        "penstock/client/sandboxes.py: kind(reason=told.reason)": "of the child that the service could not make",
+        "penstock/client/sandbox_handle.py: kind(reason=told.reason)": "of the child that the service could not make",
         "penstock/client/leases.py: kind(reason=reason)": "the name of the proto's ResultRejected.Reason",
         "penstock/cli/up.py: StackFailed(reason=error.reason)": "the stack's",
     },

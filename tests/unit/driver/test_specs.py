@@ -115,6 +115,14 @@ def test_a_wrong_spec_is_refused_by_field_and_reason(data: dict[str, Any], field
     assert any(where == field and reason in why for where, why in found), found
 
 
+def test_all_mistakes_of_a_spec_are_named_at_once() -> None:
+    """R17: whoever corrects a spec does not have to ask once for each mistake."""
+    error = refusal(changed(argv=["x", "{{nothing}}"], files=[]))
+    whys = [violation.description for violation in error.violations]
+    assert len(whys) == 3  # the placeholder, the option that nothing uses any more, the address
+    assert all(why in str(error) for why in whys)
+
+
 def test_a_spec_that_is_no_yaml_mapping_is_refused() -> None:
     """R17."""
     for text in ("[", "- a", "just text"):

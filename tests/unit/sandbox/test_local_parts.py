@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_chassis.errors import ResourceExhausted
-from penstock_sandbox.backends.local import layers, rootfs, runtimes
+from penstock_chassis.errors import InvalidArgument, ResourceExhausted
+from penstock_sandbox.backends.local import cgroups, layers, rootfs, runtimes
 from penstock_sandbox.backends.local.stage import Stage
 from penstock_sandbox.backends.local.uids import UserPool
-from penstock_sandbox.model import NetworkKind, NetworkPolicy, Runtime, RuntimeKind
+from penstock_sandbox.model import NetworkKind, NetworkPolicy, Resources, Runtime, RuntimeKind
 from penstock_sandbox.policy import network_problems
 from penstock_sandbox.rpc.pages import page
 
@@ -136,3 +136,12 @@ def test_a_policys_form_is_checked_before_the_operators_list(port: int, upstream
     """R64"""
     found = network_problems(NetworkPolicy(NetworkKind.ONE_ENDPOINT, port, upstream))
     assert [problem.field.rpartition(".")[2] for problem in found] == fields
+
+
+def test_more_memory_than_the_machine_has_is_no_limit_and_so_refused() -> None:
+    """R55"""
+    cgroups.refuse_beyond_machine(Resources(memory_bytes=64 << 20))
+    cgroups.refuse_beyond_machine(Resources())
+    with pytest.raises(InvalidArgument, match="of this machine") as caught:
+        cgroups.refuse_beyond_machine(Resources(memory_bytes=10**15))
+    assert caught.value.reason == "INVALID_SPEC"

@@ -1,17 +1,14 @@
 """`penstock agents`: what can be run."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-import yaml
-from google.protobuf.json_format import MessageToDict
 from rich.markup import escape
-from rich.table import Table
 
-from penstock.cli.console import FAILED, OK, out, quoted, read, run
+from penstock.cli.console import FAILED, OK, columns, out, quoted, read, run
 from penstock.cli.services import services
-from penstock.client.agentfile import load_spec
+from penstock.client.agentfile import dump_spec, load_spec
 
 app = typer.Typer(help="List, show, check and register agents.", invoke_without_command=True, no_args_is_help=False)
 
@@ -31,7 +28,7 @@ def list_() -> None:
 
 @app.command()
 def show(name: Annotated[str, typer.Argument(help="The agent's name.")]) -> None:
-    """An agent's whole spec, as YAML."""
+    """An agent's spec, as the file that `register` takes."""
     run(_show(name))
 
 
@@ -51,9 +48,7 @@ def register(spec: Annotated[Path, typer.Argument(help="YAML file with the spec.
 
 
 async def _list() -> int:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("agent", "version", "speaks", "options", "description"):
-        table.add_column(name)
+    table = columns("agent", "version", "speaks", "options", "description")
     async with services() as ps:
         async for agent in ps.agents.list():
             table.add_row(
@@ -70,9 +65,8 @@ async def _list() -> int:
 async def _show(name: str) -> int:
     async with services() as ps:
         agent = await ps.agents.get(name)
-    content: dict[str, Any] = MessageToDict(agent.spec, preserving_proto_field_name=True)
-    out.print(f"# spec {agent.spec_sha256}", style="dim", soft_wrap=True)
-    out.print(quoted(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), lines=10_000, width=10_000))
+    # As it is, for a file: a console would wrap and colour it. YAML escapes what could drive a terminal.
+    typer.echo(f"# {agent.name} {agent.version}, spec {agent.spec_sha256}\n{dump_spec(agent.spec)}", nl=False)
     return OK
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
 from penstock.client import errors
@@ -19,23 +20,33 @@ OK: Final = 0
 FAILED: Final = 1
 """What was asked for was done and did not succeed: a rollout failed, a check found something."""
 USAGE: Final = 2
-"""The command line itself is wrong."""
+"""The command line, or a file that it names, is wrong: whoever found that, client or service."""
 UNREACHABLE: Final = 3
 """A service cannot be reached or started."""
 REFUSED: Final = 4
 """A service or the client refused the request."""
 INTERRUPTED: Final = 130
+TERMINATED: Final = 143
+"""Ended by SIGTERM; by another signal 128 and its number."""
 
 EXIT_CODES: Final = (
-    "Exit codes: 0 done; 1 done without success (a rollout failed, a check found something); 2 wrong usage;"
+    "Exit codes: 0 done; 1 done without success (a rollout failed, a check found something, nothing matched);"
+    " 2 wrong usage, or a file that does not hold;"
     " 3 a service cannot be reached or started; 4 the request was refused; 130 interrupted;"
     " 143 ended by SIGTERM."
     " PENSTOCK_DEBUG=1 shows the whole of an error."
 )
 
-out = Console(highlight=False)
+
+def _console(*, stderr: bool) -> Console:
+    """On a terminal as wide as that is; in a pipe or a file there is no width, and nothing is wrapped or cut."""
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=100_000)
+
+
+out = _console(stderr=False)
 """What was asked for."""
-err = Console(stderr=True, highlight=False)
+err = _console(stderr=True)
 """Everything about it."""
 
 T = TypeVar("T")
@@ -61,6 +72,8 @@ def run(work: Coroutine[Any, Any, int]) -> None:
         if os.environ.get("PENSTOCK_DEBUG") == "1":
             raise
         err.print(f"[bold red]error[/]: {escape(clean(str(error)))}", soft_wrap=True)
+        if isinstance(error, errors.InvalidArgument):
+            sys.exit(USAGE)
         sys.exit(UNREACHABLE if isinstance(error, _UNREACHABLE) else REFUSED)
     sys.exit(code)
 
@@ -91,6 +104,22 @@ def usage_error(message: str) -> NoReturn:
     """Ends the program: the command line does not hold."""
     err.print(f"[bold red]error[/]: {escape(clean(message))}", soft_wrap=True)
     sys.exit(USAGE)
+
+
+def columns(*headers: str | tuple[str, JustifyMethod]) -> Table:
+    """A table without lines whose cells are wrapped where a terminal is narrow, never cut."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for header in headers:
+        if isinstance(header, str):
+            table.add_column(header, overflow="fold")
+        else:
+            table.add_column(header[0], justify=header[1], overflow="fold")
+    return table
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 call`, `2 calls`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def clean(text: str) -> str:

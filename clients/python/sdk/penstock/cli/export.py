@@ -6,10 +6,11 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from penstock.cli.console import OK, out, run, usage_error
+from penstock.cli.console import FAILED, OK, clean, counted, err, out, run, usage_error
 from penstock.cli.services import services
 from penstock.cli.up import StateDir
-from penstock.client.export import Format, Table, write
+from penstock.client import InvalidArgument
+from penstock.client.export import Format, Table, format_of, write
 
 
 def export(
@@ -32,13 +33,29 @@ def export(
             usage_error(f"--label: {item!r} is not NAME=VALUE")
         labels[name] = value
 
+    if not file.parent.is_dir():
+        usage_error(f"there is no directory {file.parent}")
+    if state_dir is not None and not state_dir.is_dir():
+        usage_error(f"--state-dir: there is no directory {state_dir}")
+    asked = {"run id": run_id, "group id": group_id, "task id": task_id, "agent": agent}
+    asked["label"] = ", ".join(label or ())
+
     async def work() -> int:
+        chosen = format_of(file, format_)  # before services are started for it
         async with services(state_dir=state_dir) as ps:
             found = ps.rollouts.export(
                 run_id=run_id, group_id=group_id, labels=labels, task_id=task_id, agent=agent, bodies=bodies
             )
-            count = await write(found, file, table=table, format=format_)
-        out.print(f"{count} rows of {table.value} in {escape(str(file))}", soft_wrap=True)
+            try:
+                count = await write(found, file, table=table, format=chosen)
+            except InvalidArgument as error:
+                if error.reason != "EMPTY":
+                    raise
+                which = "; ".join(f"{name} {value}" for name, value in asked.items() if value)
+                nothing = f"no row of {table.value}, no file written: no ended rollout" + (which and f" with {which}")
+                err.print(escape(clean(nothing + " has one")), soft_wrap=True)
+                return FAILED
+        out.print(f"{counted(count, 'row')} of {table.value} in {escape(str(file))}", soft_wrap=True)
         return OK
 
     run(work())

@@ -1,7 +1,8 @@
 """`penstock`: the command line, thin over the client."""
 
+from collections.abc import Callable
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,18 +16,25 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     add_completion=False,
+    rich_markup_mode=None,  # its tables cut the names of options where a terminal is narrow
 )
-app.command()(up.up)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(
-    up.serve
-)
-app.command()(rollout.rollout)
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _add(command: Callable[..., None], context: dict[str, Any] | None = None) -> None:
+    """A command with its first line as the short help: click cuts docstrings to the width of the terminal."""
+    app.command(short_help=(command.__doc__ or "").partition("\n")[0], context_settings=context)(command)
+
+
+_add(up.up)
+_add(up.serve, _PASSED_ON)
+_add(rollout.rollout)
 app.add_typer(agents.app, name="agents")
-app.command()(doctor.doctor)
-app.command()(credentials.credentials)
-app.command()(export.export)
-app.command()(verify.verify)
-app.command()(conformance.conformance)
+_add(doctor.doctor)
+_add(credentials.credentials)
+_add(export.export)
+_add(verify.verify)
+_add(conformance.conformance)
 
 
 def _print_versions(asked: bool) -> None:

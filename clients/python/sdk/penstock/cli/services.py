@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from penstock.cli.console import err
 from penstock.client import Endpoints, Penstock, connect
-from penstock.client.endpoints import resolve
+from penstock.client.endpoints import of_state_dir, resolve
 from penstock.client.stack import LocalStack, UpstreamEndpoint
 
 
@@ -50,16 +50,18 @@ async def services(
 ) -> AsyncIterator[Penstock]:
     """A client of the services that run; if none do, or an engine is asked for, of a stack that lasts for the block.
 
-    `before_start` may end the program before a stack is started.
+    With a `state_dir` those that run count only if they are its own. `before_start` may end the program before a stack
+    is started.
     """
     choice = choice or ModelChoice()
-    endpoints = resolve()
-    if not choice.given and (endpoints.origin != "the defaults" or await _answers(endpoints)):
+    endpoints = resolve() if state_dir is None else of_state_dir(state_dir)
+    if not choice.given and endpoints is not None and (endpoints.origin != "the defaults" or await _answers(endpoints)):
         async with connect(endpoints) as ps:
             yield ps
         return
     before_start()
-    why = "with its own engine" if choice.given else "since none run (`penstock up` keeps them running)"
+    where = "" if state_dir is None else f" in {state_dir}"
+    why = "with its own engine" if choice.given else f"since none run{where} (`penstock up` keeps them running)"
     with err.status(f"starting services {why}"):
         stack = choice.stack({}, state_dir)
         await stack.__aenter__()

@@ -7,7 +7,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.console import quoted
+from penstock.cli.console import columns, counted, quoted
 from penstock.client import (
     AgentEvent,
     ArtifactCollected,
@@ -31,7 +31,7 @@ def event(item: RolloutEvent) -> RenderableType | None:
         case PhaseChanged(phase):
             return Text(f"== {phase.value.replace('_', ' ')}", style="bold cyan")
         case Progress(message):
-            return quoted(message, "dim", lines=2)
+            return quoted(message, "dim", lines=2) if message.strip() else None
         case CommandFinished():
             return _command(item.payload)
         case AgentEvent():
@@ -64,6 +64,8 @@ def _agent(said: AgentEvent) -> RenderableType | None:
         content = data.get("arguments", data.get("output", ""))
         text = content if isinstance(content, str) else orjson.dumps(content, default=str).decode()
         body = f"{name} {text}".strip()
+    if not str(body).strip():
+        return None  # a model may say nothing beside its tool call
     style = {"reasoning": "dim italic", "tool_call": "yellow", "tool_result": "dim", "error": "red"}.get(said.kind, "")
     mark = _MARKS[said.kind]
     return Text.assemble((f"{mark}: ", f"bold {style}") if mark else "", quoted(str(body), style))
@@ -94,12 +96,10 @@ def outcome(result: Outcome) -> RenderableType:
 
 def calls(trajectory: Trajectory) -> Table:
     """A row per model call."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name, justify in (
-        ("call", "right"), ("class", "left"), ("prompt", "right"), ("reused", "right"), ("sampled", "right"),
-        ("finish", "left"), ("answered by", "left"), ("version", "right"), ("seconds", "right"),
-    ):  # fmt: skip
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table = columns(
+        ("call", "right"), "class", ("prompt", "right"), ("reused", "right"), ("sampled", "right"),
+        "finish", "answered by", ("version", "right"), ("seconds", "right"),
+    )  # fmt: skip
     for call in trajectory.calls:
         completion = call.completion
         waited = (
@@ -107,16 +107,21 @@ def calls(trajectory: Trajectory) -> Table:
         )
         table.add_row(
             str(call.index),
-            call.call_class,
+            _told(call.call_class),
             str(call.prompt_count or ""),
             str(call.prompt_shared_count or ""),
             str(call.sampled_count or ""),
-            str(completion.finish_reason) if completion is not None else call.end_reason or call.state,
-            "" if call.answerer == "unspecified" else call.answerer,
+            _told(str(completion.finish_reason)) if completion is not None else call.end_reason or call.state,
+            _told(call.answerer),
             "" if completion is None or completion.policy_version is None else str(completion.policy_version),
             waited,
         )
     return table
+
+
+def _told(word: str) -> str:
+    """A word of an enum; nothing where nothing was said."""
+    return "" if word == "unspecified" else word
 
 
 def totals(trajectory: Trajectory) -> str:
@@ -125,8 +130,9 @@ def totals(trajectory: Trajectory) -> str:
     sampled = sum(call.sampled_count for call in trajectory.calls)
     trainable = sum(int(sample.loss_mask.sum()) for sample in trajectory.samples)
     return (
-        f"{len(trajectory.calls)} calls, {prompt} prompt and {sampled} sampled tokens; {len(trajectory.samples)}"
-        f" samples with {trainable} trainable tokens; capture {trajectory.capture_level}, grade {trajectory.grade}"
+        f"{counted(len(trajectory.calls), 'call')}, {prompt} prompt and {sampled} sampled tokens;"
+        f" {counted(len(trajectory.samples), 'sample')} with {counted(trainable, 'trainable token')};"
+        f" capture {trajectory.capture_level}, grade {trajectory.grade}"
     )
 
 

@@ -12,11 +12,10 @@ from urllib.parse import urlsplit
 import typer
 import yaml
 from rich.markup import escape
-from rich.table import Table
 
-from penstock.cli.console import OK, err, out, run, usage_error
+from penstock.cli.console import OK, columns, err, out, run, usage_error
 from penstock.cli.services import ModelChoice
-from penstock.client.endpoints import SERVICES, write_connection
+from penstock.client.endpoints import CONNECTION_FILE, SERVICES, write_connection
 from penstock.client.stack import FIXED_PORTS, StackFailed, UpstreamEndpoint
 
 ModelDir = Annotated[Path | None, typer.Option(help="Directory with config.json, model.safetensors, tokenizer.json.")]
@@ -119,7 +118,8 @@ async def _up(choice: ModelChoice, state_dir: Path | None, free_ports: bool) -> 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     stack = choice.stack({} if free_ports else FIXED_PORTS, state_dir)
-    connection = stack.state_dir / "connection.json"
+    connection = stack.state_dir / CONNECTION_FILE
+    err.print(f"[dim]starting {', '.join(stack.services)}; state in {escape(str(stack.state_dir))}[/]", soft_wrap=True)
     try:
         with err.status("starting"):
             try:
@@ -130,16 +130,15 @@ async def _up(choice: ModelChoice, state_dir: Path | None, free_ports: bool) -> 
                 raise
         try:
             write_connection(connection, stack.endpoints, pid=os.getpid())
-            table = Table(box=None, pad_edge=False, header_style="dim")
-            table.add_column("service")
-            table.add_column("address")
+            table = columns("service", "address")
             for name in SERVICES:
                 address = stack.endpoints.address(name)
                 table.add_row(name, address or "[dim]none: no --model-dir[/]")
             table.add_row("ingress", f"http://{stack.ingress_address}")
             out.print(table)
             err.print(
-                f"[dim]logs in {escape(str(stack.log_dir))}; clients find the rest in {escape(str(connection))}[/]"
+                f"[dim]logs in {escape(str(stack.log_dir))}; clients find the rest in {escape(str(connection))}[/]",
+                soft_wrap=True,
             )
             err.print("try: penstock agents, or penstock rollout --agent shell --task FILE in another terminal")
             await stack.wait()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from penstock.cli.console import FAILED, OK, clean, out, run
+from penstock.cli.console import FAILED, OK, clean, counted, out, run
 from penstock.client.proof import read_rows
 from penstock.client.proof import verify as check
 
@@ -44,9 +44,10 @@ def verify(
         if not proof.calls:
             out.print("[red]nothing to prove[/]: no call has exact tokens")
         rest = f"; {proof.unproven} without exact tokens are as stated" if proof.unproven else ""
-        rest += f"; {proof.samples} samples compared" if sequences is not None else ""
+        rest += f"; {counted(proof.samples, 'sample')} compared" if sequences is not None else ""
         verdict = "[green]holds[/]" if holds else "[red]does not hold[/]"
-        out.print(f"{verdict}: {proof.rollouts} rollouts, {proof.calls} calls, {proof.tokens} sampled tokens{rest}")
+        what = ", ".join((counted(proof.rollouts, "rollout"), counted(proof.calls, "call")))
+        out.print(f"{verdict}: {what}, {counted(proof.tokens, 'sampled token')}{rest}")
         return OK if holds else FAILED
 
     run(work())

@@ -81,6 +81,8 @@ from penstock.client.results import (
     RolloutResult,
 )
 from penstock.client.rollouts import RolloutOptions
+from penstock.client.sandbox_handle import Fork, SandboxHandle
+from penstock.client.sandbox_values import Backend, Diff, FileInfo, RunResult, Snapshot, Stats
 from penstock.client.sessions import InterceptSession, Selector
 from penstock.client.tasks import (
     AgentChoice,
@@ -126,6 +128,7 @@ __all__ = [
     "AlreadyDelivered",
     "AlreadyExists",
     "ArtifactCollected",
+    "Backend",
     "Branch",
     "Budgets",
     "Call",
@@ -139,6 +142,7 @@ __all__ = [
     "ConfigurationError",
     "DataLoss",
     "DeadlineExceeded",
+    "Diff",
     "Ended",
     "Endpoints",
     "EngineInfo",
@@ -146,8 +150,10 @@ __all__ = [
     "FailedPrecondition",
     "Failure",
     "FailureCause",
+    "FileInfo",
     "Finding",
     "FinishReason",
+    "Fork",
     "Group",
     "GroupHandle",
     "HostTool",
@@ -193,13 +199,17 @@ __all__ = [
     "RolloutOptions",
     "RolloutResult",
     "RunBudgets",
+    "RunResult",
     "Sample",
     "Sampling",
     "SandboxChoice",
+    "SandboxHandle",
     "SeedFile",
     "Selector",
     "SessionLost",
+    "Snapshot",
     "StalePolicy",
+    "Stats",
     "Task",
     "Text",
     "Timings",

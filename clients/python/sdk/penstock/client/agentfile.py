@@ -1,9 +1,10 @@
-"""Agent specs from YAML to their proto, guided by the proto's own descriptors.
+"""Agent specs from YAML to their proto and back, guided by the proto's own descriptors.
 
 Names are the proto's. For people: enums are lower-case words (`stdin`; an event rule's `ignored` makes no event),
 durations are seconds in a key that ends in `_s` (`default_timeout_s`), an option's `default` is its `default_value`,
-and a file of the toolbox may be given `from` a file beside the spec. What the spec means is the driver's business,
-which checks it when it is registered.
+permission bits are octal (`0755`), and a file's content is text, or `content_base64`, or `from` a file beside the spec.
+What the spec means is the driver's business, which checks it when it is registered. What `dump_spec` writes,
+`load_spec` reads as the same spec.
 """
 
 import base64
@@ -13,59 +14,117 @@ from typing import Any, Final
 
 import yaml
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
-from google.protobuf.json_format import ParseDict, ParseError
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.message import Message
 
 from penstock.client.errors import InvalidArgument, Violation
 from penstock.driver.v1 import agent_pb2
 
 _SHORT_NAMES: Final = {"default": "default_value"}
+_LONG_NAMES: Final = {name: short for short, name in _SHORT_NAMES.items()}
 _WORDS_FOR_ZERO: Final = {"AgentEventKind": "ignored"}
 _FREE: Final = ("google.protobuf.Struct", "google.protobuf.Value", "google.protobuf.ListValue")
+
+
+class _Wrong(Exception):
+    """One place of the file that does not hold."""
+
+    def __init__(self, field: str, description: str) -> None:
+        super().__init__(field, description)
+        self.violation = Violation(field, description)
 
 
 def load_spec(path: Path) -> agent_pb2.AgentSpec:
     """Reads a spec.
 
     Raises:
-        InvalidArgument: `AGENT_FILE`; `violations` name the field.
+        InvalidArgument: `AGENT_FILE`; `violations` name every field that does not hold.
     """
     try:
         content = yaml.safe_load(path.read_bytes())
     except OSError as error:
-        raise _refused(str(path), error.strerror or "cannot be read") from None
+        raise _refused([Violation(str(path), error.strerror or "cannot be read")]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}: " if mark is not None else ""
-        raise _refused(str(path), f"{place}{getattr(error, 'problem', None) or 'is not YAML in UTF-8'}") from None
+        what = f"{place}{getattr(error, 'problem', None) or 'is not YAML in UTF-8'}"
+        raise _refused([Violation(str(path), what)]) from None
     if not isinstance(content, dict):
-        raise _refused(str(path), "an agent spec is a mapping with name, argv and so on")
-    converted = _message(agent_pb2.AgentSpec.DESCRIPTOR, content, "", path.parent)
+        raise _refused([Violation(str(path), "an agent spec is a mapping with name, argv and so on")])
+    reader = _Reader(path.parent)
+    converted = reader.message(agent_pb2.AgentSpec.DESCRIPTOR, content, "")
+    if reader.wrong:
+        raise _refused(reader.wrong)
     try:
         return ParseDict(converted, agent_pb2.AgentSpec())
     except ParseError as error:
-        raise _refused(str(path), str(error)) from None
+        raise _refused([Violation(str(path), str(error))]) from None
 
 
-def _message(descriptor: Descriptor, value: Any, where: str, base: Path) -> Any:
-    if not isinstance(value, Mapping):
-        raise _refused(where, f"expected a mapping, not {type(value).__name__}")
-    result = {}
-    for key, item in value.items():
-        place = f"{where}.{key}" if where else str(key)
-        name, kind = _field(descriptor, key, place)
-        if key == "from":
-            result["content"] = _content(base / str(item), place)
-        elif key == "content" and kind.type == FieldDescriptor.TYPE_BYTES:
-            result[name] = base64.b64encode(str(item).encode()).decode()
-        elif item is not None:
-            result[name] = _value(kind, item, place, base)
-    return result
+def dump_spec(spec: agent_pb2.AgentSpec) -> str:
+    """A spec as the YAML that `load_spec` reads."""
+    return yaml.dump(_plain(spec), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1_000_000)
+
+
+class _Reader:
+    """Turns the file's content into the proto's JSON form, and keeps what does not hold in `wrong`."""
+
+    def __init__(self, base: Path) -> None:
+        self._base = base
+        self.wrong: list[Violation] = []
+
+    def message(self, descriptor: Descriptor, value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise _Wrong(where, f"expected a mapping, not {type(value).__name__}")
+        result = {}
+        for key, item in value.items():
+            place = f"{where}.{key}" if where else str(key)
+            try:
+                name, field = _field(descriptor, key, place)
+                if key == "from":
+                    result["content"] = _content(self._base / str(item), place)
+                elif key == "content_base64":
+                    result[name] = item
+                elif key == "content" and field.type == FieldDescriptor.TYPE_BYTES:
+                    result[name] = base64.b64encode(str(item).encode()).decode()
+                elif item is not None:
+                    result[name] = self._value(field, item, place)
+            except _Wrong as error:
+                self.wrong.append(error.violation)
+        return result
+
+    def _value(self, field: FieldDescriptor, value: Any, where: str) -> Any:
+        kind = field.message_type
+        if kind is not None and kind.GetOptions().map_entry:
+            if not isinstance(value, Mapping):
+                raise _Wrong(where, "expected a mapping")
+            return {str(name): str(item) if isinstance(item, int | float) else item for name, item in value.items()}
+        if field.is_repeated:
+            if not isinstance(value, list):
+                raise _Wrong(where, "expected a list")
+            return [self._single(field, item, f"{where}.{index}") for index, item in enumerate(value)]
+        return self._single(field, value, where)
+
+    def _single(self, field: FieldDescriptor, value: Any, where: str) -> Any:
+        if field.enum_type is not None:
+            return _word(field.enum_type, value, where)
+        if field.name == "mode":
+            return _mode(value, where)
+        if field.message_type is not None and field.message_type.full_name == "google.protobuf.Duration":
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise _Wrong(where, "expected seconds")
+            return f"{value:.9f}s"
+        if field.message_type is None:
+            return _scalar(field, value, where)
+        if field.message_type.full_name in _FREE:
+            return value
+        return self.message(field.message_type, value, where)
 
 
 def _field(descriptor: Descriptor, key: Any, place: str) -> tuple[str, FieldDescriptor]:
     """The proto's field for a key of the file."""
     fields = descriptor.fields_by_name
-    if key == "from" and "content" in fields:
+    if key in ("from", "content_base64") and "content" in fields:
         return "content", fields["content"]
     name = _SHORT_NAMES.get(key, key)
     if name in fields:
@@ -73,32 +132,7 @@ def _field(descriptor: Descriptor, key: Any, place: str) -> tuple[str, FieldDesc
     stem = str(key).removesuffix("_s")
     if stem != key and stem in fields and _full_name(fields[stem]) == "google.protobuf.Duration":
         return stem, fields[stem]
-    raise _refused(place, f"no such key; there are {', '.join(sorted(fields))}")
-
-
-def _value(field: FieldDescriptor, value: Any, where: str, base: Path) -> Any:
-    kind = field.message_type
-    if kind is not None and kind.GetOptions().map_entry:
-        if not isinstance(value, Mapping):
-            raise _refused(where, "expected a mapping")
-        return {str(name): str(item) if isinstance(item, int | float) else item for name, item in value.items()}
-    if field.is_repeated:
-        if not isinstance(value, list):
-            raise _refused(where, "expected a list")
-        return [_single(field, item, f"{where}.{index}", base) for index, item in enumerate(value)]
-    return _single(field, value, where, base)
-
-
-def _single(field: FieldDescriptor, value: Any, where: str, base: Path) -> Any:
-    if field.enum_type is not None:
-        return _word(field.enum_type, value, where)
-    if field.message_type is None or field.message_type.full_name in _FREE:
-        return value
-    if field.message_type.full_name == "google.protobuf.Duration":
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _refused(where, "expected seconds")
-        return f"{value:.9f}s"
-    return _message(field.message_type, value, where, base)
+    raise _Wrong(place, f"no such key; there are {', '.join(sorted(fields))}")
 
 
 def _word(enum: EnumDescriptor, value: Any, where: str) -> str:
@@ -108,7 +142,7 @@ def _word(enum: EnumDescriptor, value: Any, where: str) -> str:
     name = prefix + str(value).upper()
     if name not in enum.values_by_name or name.endswith("_UNSPECIFIED"):
         words = ", ".join(item.name.removeprefix(prefix).lower() for item in enum.values[1:])
-        raise _refused(where, f"{value!r} is none of {words}")
+        raise _Wrong(where, f"{value!r} is none of {words}")
     return name
 
 
@@ -116,12 +150,108 @@ def _content(path: Path, where: str) -> str:
     try:
         return base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
-        raise _refused(where, f"{path}: {error.strerror}") from None
+        raise _Wrong(where, f"{path}: {error.strerror}") from None
 
 
 def _full_name(field: FieldDescriptor) -> str:
     return field.message_type.full_name if field.message_type is not None else ""
 
 
-def _refused(field: str, description: str) -> InvalidArgument:
-    return InvalidArgument(f"{field}: {description}", reason="AGENT_FILE", violations=(Violation(field, description),))
+def _mode(value: Any, where: str) -> int:
+    """Permission bits: YAML reads 0755 as octal, and a text is octal too."""
+    try:
+        return int(value, 8) if isinstance(value, str) else int(value)
+    except (ValueError, TypeError):
+        raise _Wrong(where, f"{value!r} are no permission bits such as 0755") from None
+
+
+_SCALARS: Final = {
+    FieldDescriptor.CPPTYPE_STRING: ((str,), "a text"),
+    FieldDescriptor.CPPTYPE_BOOL: ((bool,), "true or false"),
+    FieldDescriptor.CPPTYPE_INT32: ((int,), "a whole number"),
+    FieldDescriptor.CPPTYPE_INT64: ((int,), "a whole number"),
+    FieldDescriptor.CPPTYPE_UINT32: ((int,), "a whole number"),
+    FieldDescriptor.CPPTYPE_DOUBLE: ((int, float), "a number"),
+}
+
+
+def _scalar(field: FieldDescriptor, value: Any, where: str) -> Any:
+    kinds, name = _SCALARS[field.cpp_type]
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise _Wrong(where, f"expected {name}, not {value!r}")
+    return value
+
+
+class _Octal(int):
+    """Permission bits, for the file."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as blocks, permission bits in octal."""
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _block)
+_Dumper.add_representer(
+    _Octal, lambda dumper, bits: dumper.represent_scalar("tag:yaml.org,2002:int", f"0{int(bits):o}")
+)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as the file has it: what is set, in the order of the proto."""
+    plain: dict[str, Any] = {}
+    given = {field.name: value for field, value in message.ListFields()}
+    for field in message.DESCRIPTOR.fields:
+        if field.name in given:
+            key, value = _entry(field, given[field.name])
+            plain[key] = value
+        elif field.enum_type is not None and field.enum_type.name in _WORDS_FOR_ZERO:
+            plain[field.name] = _WORDS_FOR_ZERO[field.enum_type.name]
+    return plain
+
+
+def _entry(field: Any, value: Any) -> tuple[str, Any]:
+    """A field's key in the file, and its value there."""
+    key = _LONG_NAMES.get(field.name, field.name)
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        return key, dict(sorted(value.items()))
+    if field.is_repeated:
+        return key, [_written(field, item) for item in value]
+    if kind is not None and kind.full_name == "google.protobuf.Duration":
+        return f"{key}_s", _number(value.ToNanoseconds() / 1e9)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        try:
+            return key, value.decode()
+        except UnicodeDecodeError:
+            return f"{key}_base64", base64.b64encode(value).decode()
+    if field.name == "mode":
+        return key, _Octal(value)
+    return key, _written(field, value)
+
+
+def _written(field: Any, value: Any) -> Any:
+    if field.enum_type is not None:
+        prefix = field.enum_type.values[0].name.removesuffix("UNSPECIFIED")
+        return field.enum_type.values_by_number[value].name.removeprefix(prefix).lower()
+    if field.message_type is None:
+        return _number(value)
+    return _number(MessageToDict(value)) if field.message_type.full_name in _FREE else _plain(value)
+
+
+def _number(value: Any) -> Any:
+    """Protos have one kind of number, people write whole ones without a point."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _number(item) for name, item in value.items()}
+    return [_number(item) for item in value] if isinstance(value, list) else value
+
+
+def _refused(violations: list[Violation]) -> InvalidArgument:
+    message = "; ".join(f"{item.field}: {item.description}" for item in violations)
+    return InvalidArgument(message, reason="AGENT_FILE", violations=tuple(violations))

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.client import chat, wire
-from penstock.client.errors import AlreadyDelivered
+from penstock.client.errors import AlreadyDelivered, wrong_type
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.trajectory.v1 import trajectory_pb2
 
@@ -199,7 +199,10 @@ class ModelCall:
             AlreadyDelivered: another result came first.
             CallEnded: cancelled, expired, or its rollout is closed.
             SessionLost: the connection did not come back.
+            InvalidArgument: `ARGUMENT_TYPE`, it is no `Completion`; the call may be answered again.
         """
+        if not isinstance(completion, chat.Completion):
+            raise wrong_type("completion", "a Completion, such as `ps.inference.generate` returns", completion)
         await self._answer(self._result(completion=wire.completion_to(completion)))
 
     async def fail(self, reason: str, message: str = "", *, retriable: bool = False) -> None:

@@ -36,6 +36,10 @@ DEFAULT_INGRESS_PORT: Final = 7780
 """Port of the interception service's HTTP ingress when nothing else is said."""
 
 
+CONNECTION_FILE: Final = "connection.json"
+"""Name of the connection file in a state directory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     """Certificates, as PEM files: without `ca` the system's roots are trusted; `cert` and `key` are the client's."""
@@ -107,6 +111,16 @@ def resolve(target: Target | None = None, token: str | None = None, tls: Tls | N
     return Endpoints(token=token or _environment_token(), tls=said)
 
 
+def of_state_dir(directory: Path) -> Endpoints | None:
+    """What `penstock up --state-dir` keeps running there; None where nothing runs.
+
+    Raises:
+        ConfigurationError: its connection file does not hold.
+    """
+    file = directory / CONNECTION_FILE
+    return read_connection(file) if _is_live(file) else None
+
+
 def connection_file() -> Path:
     """Where `penstock up` says how to reach what it started: `$XDG_STATE_HOME/penstock/connection.json`.
 
@@ -115,7 +129,7 @@ def connection_file() -> Path:
     named = os.environ.get("PENSTOCK_CONNECTION")
     if named:
         return Path(named)
-    return state_dir() / "connection.json"
+    return state_dir() / CONNECTION_FILE
 
 
 def state_dir() -> Path:

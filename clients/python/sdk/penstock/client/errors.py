@@ -158,6 +158,12 @@ class StalePolicy(ResultRejected):
     retryable = True
 
 
+def wrong_type(argument: str, expected: str, given: object) -> InvalidArgument:
+    """The refusal of an argument of another type, before anything is sent."""
+    what = f"expected {expected}, not {type(given).__name__}"
+    return InvalidArgument(f"{argument}: {what}", reason="ARGUMENT_TYPE", violations=(Violation(argument, what),))
+
+
 _SEND_FAILED: Final = "Internal error from Core"
 
 _CLASSES: Final[Mapping[grpc.StatusCode, type[PenstockError]]] = MappingProxyType(

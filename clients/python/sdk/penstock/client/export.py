@@ -185,18 +185,38 @@ async def write(
 
     Raises:
         ConfigurationError: `PYARROW_MISSING`, Parquet needs a package that is not installed.
+        InvalidArgument: `EMPTY`, there is no row. No file is made then, and one that is there stays as it is.
     """
-    chosen = Format(format) if format is not None else Format.PARQUET if path.suffix == ".parquet" else Format.JSONL
+    chosen = format_of(path, format)
     rows = _rows(trajectories, ROWS[Table(table)])
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
     try:
         with temporary.open("wb") as stream:
             count = await (_write_parquet if chosen is Format.PARQUET else _write_jsonl)(rows, stream)
+        if not count:
+            raise InvalidArgument("There is nothing to export", reason="EMPTY")
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     return count
+
+
+def format_of(path: Path, format: Format | str | None = None) -> Format:  # noqa: A002 - as in `write`
+    """The format in which a file is written: the one that is asked for, or the one of its name.
+
+    Raises:
+        ConfigurationError: `PYARROW_MISSING`, Parquet needs a package that is not installed.
+    """
+    chosen = Format(format) if format is not None else Format.PARQUET if path.suffix == ".parquet" else Format.JSONL
+    if chosen is Format.PARQUET:
+        try:
+            import pyarrow.parquet  # noqa: F401 - 60 MB that few need
+        except ModuleNotFoundError:
+            raise ConfigurationError(
+                "Parquet needs pyarrow: pip install 'penstock[parquet]', or choose jsonl", reason="PYARROW_MISSING"
+            ) from None
+    return chosen
 
 
 def write_jsonl(trajectories: Iterable[Trajectory], path: Path, table: Table | str = Table.TURNS) -> int:
@@ -229,13 +249,9 @@ async def _write_jsonl(rows: AsyncIterator[Row], stream: BinaryIO) -> int:
 
 
 async def _write_parquet(rows: AsyncIterator[Row], stream: BinaryIO) -> int:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ModuleNotFoundError:
-        raise ConfigurationError(
-            "Parquet needs pyarrow: pip install 'penstock[parquet]', or choose jsonl", reason="PYARROW_MISSING"
-        ) from None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     count = 0
     batch: list[Row] = []
     writer: Any = None
@@ -257,9 +273,8 @@ async def _write_parquet(rows: AsyncIterator[Row], stream: BinaryIO) -> int:
             flush()
     if batch:
         flush()
-    if writer is None:
-        raise InvalidArgument("There is nothing to export, and an empty Parquet file has no columns", reason="EMPTY")
-    writer.close()
+    if writer is not None:  # without a row nobody knows the columns
+        writer.close()
     return count
 
 

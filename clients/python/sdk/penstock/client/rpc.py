@@ -8,7 +8,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import grpc
 
@@ -163,17 +163,45 @@ class Service:
 
         Raises:
             PenstockError: what the service answered with.
+            Exception: what `frames` raised, as it is.
         """
         attempts = 3
         while True:
             attempts -= 1
+            source = _Source(frames())
             try:
-                answer: A = await method(frames(), timeout=timeout, metadata=self.metadata)
+                answer: A = await method(source.frames(), timeout=timeout, metadata=self.metadata)
                 return answer
             except grpc.aio.AioRpcError as failure:
+                if source.failure is not None:
+                    raise source.failure from None
                 error = from_rpc_error(failure, self.peer)
                 if error.reason != "STREAM_BROKEN" or not attempts:
                     raise error from None
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if source.failure is None or (task is not None and task.cancelling()):
+                    raise
+                raise source.failure from None
+
+
+class _Source(Generic[Q]):
+    """The requests of a client stream, and what making them raised.
+
+    grpc.aio tells nobody: it cancels the call, which looks to the caller as if he himself had been cancelled.
+    """
+
+    def __init__(self, requests: AsyncIterator[Q]) -> None:
+        self._requests = requests
+        self.failure: Exception | None = None
+
+    async def frames(self) -> AsyncIterator[Q]:
+        try:
+            async for request in self._requests:
+                yield request
+        except Exception as error:
+            self.failure = error
+            raise
 
 
 def _open(address: str, tls: Tls | None) -> grpc.aio.Channel:

@@ -96,24 +96,25 @@ class LocalStack:
     def __init__(
         self,
         *,
-        model_dir: Path | None = None,
+        model_dir: Path | str | None = None,
         engine: str = "numpy",
         engine_options: Mapping[str, str] = MappingProxyType({}),
         upstreams: Mapping[str, UpstreamEndpoint] = MappingProxyType({}),
-        tokenizers: Mapping[str, Path] = MappingProxyType({}),
+        tokenizers: Mapping[str, Path | str] = MappingProxyType({}),
         ports: Mapping[str, int] = MappingProxyType({}),
-        state_dir: Path | None = None,
-        log_dir: Path | None = None,
+        state_dir: Path | str | None = None,
+        log_dir: Path | str | None = None,
         settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        self._model_dir = model_dir
+        # Absolute like the rest: the services get them in files of their own, which lie elsewhere.
+        self._model_dir = None if model_dir is None else Path(model_dir).absolute()
         self._engine = engine
         self._engine_options = engine_options
         self._upstreams = upstreams
-        self._tokenizers = tokenizers
+        self._tokenizers = {name: Path(path).absolute() for name, path in tokenizers.items()}
         self._ports = ports
-        self.state_dir = (state_dir or default_state_dir()).absolute()
-        self.log_dir = (log_dir or self.state_dir / "logs").absolute()
+        self.state_dir = Path(state_dir or default_state_dir()).absolute()
+        self.log_dir = Path(log_dir or self.state_dir / "logs").absolute()
         self._settings = settings
         self.operator_token = secrets.token_hex(32)
         """May call everything."""
@@ -192,10 +193,14 @@ class LocalStack:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigurationError(
-                f"Other services use {self.state_dir}. Run `penstock up` once and let all commands use its services,"
-                " or keep these apart from them with --state-dir DIR (here: state_dir=)",
+                f"{self.state_dir} is in use by services{_holder(self._lock)}. If that is a `penstock up` which is"
+                " still starting, wait until it has shown its addresses: then all commands find its services. To have"
+                " services of your own beside them, choose another directory: --state-dir DIR on the command line,"
+                " LocalStack(state_dir=DIR) in Python.",
                 reason="STATE_DIR_IN_USE",
             ) from None
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, f"{os.getpid()}\n".encode())
         self._private = self.state_dir / "private"
         # A stack that was killed (-9) could not remove its own, and keys are in it; the lock says that it is gone.
         with suppress(FileNotFoundError):
@@ -286,7 +291,7 @@ class LocalStack:
         code = await item.process.wait()
         if self._stopping or self._failure is not None:
             return
-        failure = _failure(item, code)
+        failure = _failure(item, code, self.state_dir)
         if not item.ready.done():
             item.ready.set_exception(failure)
             return
@@ -329,8 +334,17 @@ async def _end(item: _Process) -> None:
         item.ready.exception()  # its owner may have been cancelled before it could look
 
 
-def _failure(item: _Process, code: int) -> StackFailed:
-    """Why a service ended: in its own words if it refused to start, otherwise with the end of its log."""
+def _holder(lock: int) -> str:
+    """Who holds the lock, where it says so."""
+    said = os.pread(lock, 20, 0).strip()
+    return f" of process {said.decode()}" if said.isdigit() else ""
+
+
+def _failure(item: _Process, code: int, state_dir: Path) -> StackFailed:
+    """Why a service ended: in its own words if it refused to start, with the end of its log if it ended by itself.
+
+    One that was killed had no time to log why.
+    """
     refusal = f"penstock-{item.name}: "
     lines = _log_of(item)
     if code == _REFUSED_TO_START and not item.ready.done():
@@ -342,8 +356,18 @@ def _failure(item: _Process, code: int) -> StackFailed:
                 if taken:
                     return StackFailed(told, reason="PORT_IN_USE")
                 return StackFailed(told, reason="SERVICE_REFUSED")
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return StackFailed(f"The {item.name} service {how}.{_tail(item)}", reason="SERVICE_DIED")
+    advice = f"All services are stopped; start them again to go on with what they have in {state_dir}."
+    if code < 0:
+        how = f"The {item.name} service was killed by {_signal(-code)}. {advice} Its log is {item.log}."
+        return StackFailed(how, reason="SERVICE_DIED")
+    how = f"The {item.name} service ended with exit code {code}. {advice}"
+    return StackFailed(how + _tail(item), reason="SERVICE_DIED")
+
+
+def _signal(number: int) -> str:
+    """A signal's name, and who sends it where nobody did on purpose."""
+    name = signal.Signals(number).name
+    return f"{name} (by somebody, or by the kernel for want of memory)" if number == signal.SIGKILL else name
 
 
 def _tail(item: _Process) -> str:

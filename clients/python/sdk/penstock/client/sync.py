@@ -27,7 +27,8 @@ from penstock.client.endpoints import Target, Tls
 from penstock.client.handles import GroupHandle, RolloutHandle
 from penstock.client.inference import InferenceClient
 from penstock.client.rollouts import GroupsClient, RolloutsClient
-from penstock.client.sandboxes import Fork, SandboxesClient, SandboxHandle
+from penstock.client.sandbox_handle import Fork, SandboxHandle
+from penstock.client.sandboxes import SandboxesClient
 from penstock.client.sessions import InterceptSession
 
 _LIVE: Final = (

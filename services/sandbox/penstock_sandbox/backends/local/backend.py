@@ -206,6 +206,10 @@ class LocalBackend(Backend):
 
     # Sandboxes ---------------------------------------------------------------------------------------------------
 
+    def refuse_unsupported(self, spec: SandboxSpec) -> None:
+        super().refuse_unsupported(spec)
+        cgroups.refuse_beyond_machine(spec.resources)
+
     async def create(
         self,
         sandbox_id: str,

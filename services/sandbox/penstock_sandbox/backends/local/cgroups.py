@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_sandbox.model import Resources, Stats
 
 _CPU_PERIOD_US = 100_000
@@ -230,6 +231,18 @@ class Group:
             except FileNotFoundError:
                 continue
         return found
+
+
+def refuse_beyond_machine(asked: Resources) -> None:
+    """Raise InvalidArgument (INVALID_SPEC) for more memory than there is: such a limit would be none."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if asked.memory_bytes is not None and asked.memory_bytes > there:
+        problem = f"{asked.memory_bytes} is more than the {there} of this machine"
+        raise InvalidArgument(
+            f"spec.resources.memory_bytes: {problem}",
+            reason="INVALID_SPEC",
+            violations=[Violation("spec.resources.memory_bytes", problem)],
+        )
 
 
 def _limits(found: _Hierarchy, limits: Resources) -> list[tuple[str, str]]:

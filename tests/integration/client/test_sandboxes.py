@@ -1,0 +1,128 @@
+"""Sandboxes from Python, by themselves: what the guide `sandboxes.md` shows."""
+
+import io
+import tarfile
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from penstock.client import (
+    Command,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    OneEndpoint,
+    Penstock,
+    Resources,
+    SeedFile,
+)
+from penstock.client.endpoints import Endpoints
+from penstock.client.rpc import Service
+from penstock.client.stack import LocalStack
+from penstock.sandbox.v1 import file_service_pb2, file_service_pb2_grpc
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_text_where_bytes_belong_is_refused_by_name_and_nothing_is_written(ps: Penstock) -> None:
+    """A typed error that says what to give, not a cancellation that nobody asked for."""
+    async with await ps.sandboxes.create() as sandbox:
+        with pytest.raises(InvalidArgument, match="content: expected bytes") as caught:
+            await sandbox.write_file("g.txt", "hello")  # type: ignore[arg-type]
+        assert caught.value.reason == "ARGUMENT_TYPE" and caught.value.violations[0].field == "content"
+        with pytest.raises(InvalidArgument, match="stdin"):
+            await sandbox.run(["cat"], stdin="x")  # type: ignore[arg-type]
+        with pytest.raises(NotFound):
+            await sandbox.read_file("g.txt")
+
+
+async def test_what_goes_wrong_as_an_upload_is_made_reaches_its_caller_as_it_is(stack: LocalStack) -> None:
+    """grpc.aio would cancel the call and say nothing."""
+
+    async def frames() -> AsyncIterator[file_service_pb2.WriteFileRequest]:
+        yield file_service_pb2.WriteFileRequest(
+            start=file_service_pb2.WriteFileRequest.WriteFileStart(sandbox_id="any", path="x")
+        )
+        raise ZeroDivisionError("made in the middle")
+
+    endpoints = Endpoints(sandbox=stack.address("sandbox"), token=stack.operator_token)
+    service = Service("sandbox", endpoints)
+    try:
+        write = file_service_pb2_grpc.FileServiceStub(service.channel).WriteFile
+        with pytest.raises(ZeroDivisionError, match="made in the middle"):
+            await service.push(write, frames)
+    finally:
+        await service.close()
+    assert isinstance(service.channel, grpc.aio.Channel)
+
+
+async def test_a_snapshot_is_prepared_once_and_forked(ps: Penstock) -> None:
+    """R57: setup runs once; every child has its files."""
+    setup = [Command(shell="tr a-z A-Z <word.txt >shout.txt; echo done")]
+    files = [SeedFile("word.txt", b"quiet")]
+    made = await ps.sandboxes.prepare(files=files, setup=setup)
+    assert [run.stdout for run in made.setup] == [b"done\n"] and made.setup[0].ok
+    again = await ps.sandboxes.prepare(files=files, setup=setup)
+    assert again.snapshot_id == made.snapshot_id and again.setup == ()
+    assert made.snapshot_id in [item.snapshot_id async for item in ps.sandboxes.snapshots()]
+    indexes = set()
+    async for fork in ps.sandboxes.fork(made.snapshot_id, 2):
+        async with fork.made() as child:
+            assert await child.read_file("shout.txt") == b"QUIET"
+            indexes.add(fork.index)
+    assert indexes == {0, 1}
+    await ps.sandboxes.delete_snapshot(made.snapshot_id)
+    with pytest.raises(NotFound, match=made.snapshot_id):
+        await ps.sandboxes.create(snapshot_id=made.snapshot_id)
+
+
+async def test_a_setup_that_fails_shows_what_it_said(ps: Penstock) -> None:
+    """The note under the error is the end of the command's output."""
+    with pytest.raises(FailedPrecondition, match="setup command 0") as caught:
+        await ps.sandboxes.prepare(setup=[Command(shell="echo no such luck >&2; exit 3")])
+    assert caught.value.reason == "SETUP_FAILED" and "no such luck" in caught.value.__notes__[0]
+
+
+async def test_a_diff_has_what_changed_and_names_what_is_gone(ps: Penstock) -> None:
+    """Against what the sandbox was made from."""
+    base = await ps.sandboxes.prepare(files=[SeedFile("old.txt", b"old"), SeedFile("kept.txt", b"kept")])
+    async with await ps.sandboxes.create(snapshot_id=base.snapshot_id) as sandbox:
+        await sandbox.write_file("new.txt", b"new")
+        await sandbox.remove("old.txt")
+        diff = await sandbox.diff()
+        with tarfile.open(fileobj=io.BytesIO(diff.tar)) as archive:
+            names = {name.rpartition("/")[2] for name in archive.getnames()}
+        assert "new.txt" in names and "kept.txt" not in names
+        assert diff.deleted_paths == (f"{sandbox.workdir}/old.txt",)
+
+
+async def test_stats_and_reprs_show_what_one_looks_for(ps: Penstock) -> None:
+    """R55: a figure that the backend cannot tell is None, never zero by convention."""
+    async with await ps.sandboxes.create() as sandbox:
+        ran = await sandbox.run(["sh", "-c", "echo hello; exit 3"])
+        assert repr(ran) == "RunResult(exit 3, stdout=b'hello\\n', stderr=b'')" and not ran.ok
+        long = await sandbox.run(["sh", "-c", "head -c 1000 /dev/zero"])
+        assert repr(long).endswith("and 800 bytes more, stderr=b'')")
+        assert sandbox.sandbox_id in repr(sandbox) and "backend=local" in repr(sandbox)
+        stats = await sandbox.stats()
+        assert stats.disk_bytes is None or stats.disk_bytes >= 0
+
+
+async def test_a_network_is_narrowed_and_never_widened(ps: Penstock, stack: LocalStack) -> None:
+    """R40: from one endpoint to nothing, and not back."""
+    gate = OneEndpoint(local_port=8080, upstream=stack.ingress_address)
+    async with await ps.sandboxes.create(network=gate) as sandbox:
+        await sandbox.narrow_network(None)
+        with pytest.raises(FailedPrecondition) as caught:
+            await sandbox.narrow_network(gate)
+        assert caught.value.reason == "POLICY_WIDER"
+
+
+async def test_a_refusal_names_the_sandbox_and_the_limit_that_cannot_hold(ps: Penstock) -> None:
+    """R55: a limit that would be none is refused, not accepted."""
+    with pytest.raises(NotFound, match="nobody-made-this"):
+        await ps.sandboxes.attach("nobody-made-this")
+    with pytest.raises((InvalidArgument, FailedPrecondition)) as caught:
+        await ps.sandboxes.create(resources=Resources(memory_bytes=10**15))
+    assert caught.value.reason in ("INVALID_SPEC", "CAPABILITY_MISSING")  # the latter where no limit can be held
