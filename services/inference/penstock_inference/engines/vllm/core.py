@@ -25,7 +25,7 @@ from penstock_inference.engines.vllm.checkpoint import Checkpoint, Spool
 from penstock_inference.engines.vllm.features import Features
 from penstock_inference.engines.vllm.flight import Flight
 from penstock_inference.engines.vllm.options import VllmOptions, engine_arguments
-from penstock_inference.engines.vllm.runtime import EngineDied, Runtime
+from penstock_inference.engines.vllm.runtime import Runtime, engine_died
 
 MAX_RESTARTS = 3
 """Deaths without a completion in between, after which the engine stays dead."""
@@ -84,7 +84,7 @@ class Core:
         self._arguments: Mapping[str, Any] = engine_arguments(options, chosen, features)
         self._original = checkpoint
         self._runtime: Runtime | None = None
-        self._absent: PenstockError = EngineDied()
+        self._absent: PenstockError = engine_died()
         """What is said while there is no vLLM."""
         self._restarts = 0
         self._keeper: asyncio.Task[None] | None = None
@@ -95,8 +95,7 @@ class Core:
 
     async def start(self) -> None:
         """Start vLLM, and from now on a new one whenever it dies. Raises FailedPrecondition (ENGINE_NOT_STARTED)."""
-        self._runtime = await Runtime.start(self._arguments, self.chosen.transfer_backend)
-        await self._restore()
+        self._runtime = await self._new_life()
         self._keeper = asyncio.create_task(self._keep_alive(), name="vllm-keeper")
 
     async def aclose(self, error: PenstockError) -> None:
@@ -112,7 +111,7 @@ class Core:
 
     @property
     def runtime(self) -> Runtime:
-        """Raises EngineDied, Internal (ENGINE_FAILED) or Unavailable (ENGINE_CLOSED) when there is none."""
+        """Raises Unavailable (ENGINE_DIED, ENGINE_CLOSED) or Internal (ENGINE_FAILED) when there is none."""
         if self._runtime is None or not self._runtime.alive:
             raise self._absent
         return self._runtime
@@ -137,18 +136,7 @@ class Core:
         Raises Internal (WEIGHTS_NOT_LOADED) when that fails, and starts vLLM again with the weights in force: what half
         a load leaves behind nobody can tell.
         """
-        plan = await asyncio.to_thread(checkpoint.plan)
-        try:
-            await self.ask(lambda llm: llm.collective_rpc("penstock_load", args=(plan,)))
-        except EngineDied:
-            raise
-        except Exception as error:
-            _log.exception("the workers could not load the weights")
-            self.runtime.kill()
-            raise Internal(
-                "the workers could not load the weights; the engine starts again with those that it had",
-                reason="WEIGHTS_NOT_LOADED",
-            ) from error
+        await self._load(self.runtime, checkpoint)
 
     async def put_in_force(self, version: int, label: str, checkpoint: Checkpoint | None) -> None:
         """Say which weights vLLM has now; `checkpoint` is None for those that are in no file."""
@@ -199,8 +187,16 @@ class Core:
             count += 1
             flight.aborted = True
             if flight.handed_over:
-                await self.ask(lambda llm, name=flight.request.request_id: llm.abort(name))
+                await self.abort_in_vllm(flight)
         return count
+
+    async def abort_in_vllm(self, flight: Flight) -> None:
+        """Harmless when it is over there."""
+        await self.ask(lambda llm: llm.abort(flight.request.request_id))
+
+    async def add_adapter(self, adapter: LoadedAdapter) -> None:
+        """Have vLLM load it; raises what vLLM does."""
+        await self.ask(lambda llm: llm.add_lora(adapter.request()))
 
     def came_to_an_end(self, flight: Flight) -> None:
         """A flight is over, or nobody wants it any more."""
@@ -245,51 +241,61 @@ class Core:
             before = now
             await asyncio.sleep(0.02)
 
-    async def _restore(self) -> None:
-        """Bring a fresh vLLM to what is in force."""
+    async def _load(self, runtime: Runtime, checkpoint: Checkpoint) -> None:
+        plan = await asyncio.to_thread(checkpoint.plan)
+        try:
+            await runtime.ask(runtime.llm.collective_rpc("penstock_load", args=(plan,)))
+        except PenstockError:
+            raise
+        except Exception as error:
+            _log.exception("the workers could not load the weights")
+            runtime.kill()
+            raise Internal(
+                "the workers could not load the weights; the engine starts again with those that it had",
+                reason="WEIGHTS_NOT_LOADED",
+            ) from error
+
+    async def _new_life(self) -> Runtime:
+        """A vLLM with what is in force; nobody hears of it before."""
         if self.unsaved:
             raise FailedPrecondition(
                 "the weights in force came by a transfer and are lost with the engine's processes",
                 reason="WEIGHTS_LOST",
             )
-        if self.features.weight_version:
-            await self.ask(lambda llm: llm.update_weight_version(str(self.version)))
-        if self.checkpoint is not self._original:
-            await self.load(self.checkpoint)
-        for adapter in self.adapters:
-            await self.ask(lambda llm, adapter=adapter: llm.add_lora(adapter.request()))
-        self._frozen = False
-        await self._settle()
+        runtime = await Runtime.start(self._arguments, self.chosen.transfer_backend)
+        try:
+            if self.features.weight_version:
+                await runtime.ask(runtime.llm.update_weight_version(str(self.version)))
+            if self.checkpoint is not self._original:
+                await self._load(runtime, self.checkpoint)
+            for adapter in self.adapters:
+                await runtime.ask(runtime.llm.add_lora(adapter.request()))
+            if self._frozen_for:
+                await runtime.ask(runtime.llm.pause_generation(mode="keep", clear_cache=False))
+        except BaseException:
+            await runtime.aclose()
+            raise
+        self._frozen = bool(self._frozen_for)
+        return runtime
 
     async def _keep_alive(self) -> None:
-        while True:
-            runtime = self.runtime
+        while (runtime := self._runtime) is not None:
             await runtime.died()
             self._runtime = None
             self.admission.hold()
-            self._absent = EngineDied()
-            self._gone(self._absent)
+            self._gone(engine_died())
             await runtime.aclose()
+            self._restarts += 1
             try:
-                self._restarts += 1
                 if self._restarts > MAX_RESTARTS:
-                    raise Internal("vLLM died too often", reason="ENGINE_FAILED")
-                self._runtime = await Runtime.start(self._arguments, self.chosen.transfer_backend)
-                await self._restore()
-            except EngineDied:
-                self.admission.release()
-                continue
-            except PenstockError as error:
+                    raise Internal(f"vLLM died {self._restarts} times without a completion", reason="ENGINE_FAILED")
+                self._runtime = await self._new_life()
+            except Exception as error:  # noqa: BLE001 - told to everybody from here on
                 _log.exception("the engine stays dead")
-                left, self._runtime = self._runtime, None
-                self._absent = Internal(
-                    f"the engine failed: {error.message}; restart the inference service", reason="ENGINE_FAILED"
-                )
-                self._gone(self._absent)
-                if left is not None:
-                    await left.aclose()
-                return
-            _log.info("vLLM runs again", policy_version=self.version)
+                why = error.message if isinstance(error, PenstockError) else type(error).__name__
+                self._gone(Internal(f"the engine failed: {why}; restart the inference service", reason="ENGINE_FAILED"))
+            else:
+                _log.info("vLLM runs again", policy_version=self.version)
             self.admission.release()
 
     def _gone(self, error: PenstockError) -> None:

@@ -167,16 +167,24 @@ class VllmEngine:
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling; returns once it has stopped."""
         core = self._core
-        if not self._paused:
+        was_paused = self._paused
+        core.runtime  # noqa: B018 - raises when there is none
+        if not was_paused:
             self._paused = True
             core.admission.hold()
         if mode is PauseMode.WAIT:
             await core.admission.idle()
             return
-        await core.freeze("pause")
-        core.admission.wake_idle()
-        if mode is PauseMode.ABORT:
-            await core.abort(lambda _: True)
+        try:
+            await core.freeze("pause")
+            core.admission.wake_idle()
+            if mode is PauseMode.ABORT:
+                await core.abort(lambda _: True)
+        except PenstockError:
+            # Who hears that it failed will not resume.
+            if not was_paused:
+                await self.resume()
+            raise
 
     async def resume(self) -> None:
         """Go on after a pause."""
@@ -231,7 +239,7 @@ class VllmEngine:
         core = self._core
         adapter = core.adapters.prepare(source)
         try:
-            await core.ask(lambda llm: llm.add_lora(adapter.request()))
+            await core.add_adapter(adapter)
         except PenstockError:
             raise
         except Exception as error:

@@ -13,7 +13,6 @@ import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import CompletionOutput
 from vllm.platforms import current_platform
-from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from penstock_chassis.errors import FailedPrecondition
@@ -32,7 +31,6 @@ class Features:
     """Each output says which weights sampled which tokens (vLLM 0.32)."""
     weight_version: bool
     """The engine can be told the version of its weights (0.27)."""
-    flat_logprobs: bool
     sleep: bool
     transfer_backends: tuple[str, ...]
 
@@ -56,7 +54,6 @@ class Features:
             platform=str(getattr(current_platform, "device_type", "") or "unknown"),
             version_spans="weight_versions" in outputs and weight_version,
             weight_version=weight_version,
-            flat_logprobs="flat_logprobs" in inspect.signature(SamplingParams).parameters,
             sleep=bool(current_platform.is_sleep_mode_available()),
             transfer_backends=_transfer_backends(),
         )
@@ -65,6 +62,11 @@ class Features:
     def argument_names() -> frozenset[str]:
         """What AsyncEngineArgs takes."""
         return frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
+
+    @staticmethod
+    def shutdown_timeout() -> bool:
+        """Whether AsyncLLM.shutdown takes one."""
+        return "timeout" in inspect.signature(AsyncLLM.shutdown).parameters
 
 
 def _transfer_backends() -> tuple[str, ...]:

@@ -36,7 +36,13 @@ from penstock_inference.engines.stops import StopTexts
 from penstock_inference.engines.vllm.adapters import LoadedAdapter
 from penstock_inference.engines.vllm.core import Core
 from penstock_inference.engines.vllm.flight import Flight
-from penstock_inference.engines.vllm.runtime import EngineDied
+from penstock_inference.engines.vllm.runtime import engine_died
+
+try:
+    # What vLLM makes of a raw prompt, which newer ones would rather not do themselves.
+    from vllm.inputs.engine import tokens_input as _prompt
+except ImportError:
+    from vllm.inputs import TokensPrompt as _prompt  # noqa: N813
 
 DELTA_INTERVAL_S = 0.05
 """A streaming request hears of its tokens at most this often: a message for each would cost more than the token."""
@@ -110,6 +116,7 @@ class Generations:
             violations.append(Violation("token_ids", "must hold at least two tokens: the first has no logprob"))
         raise_violations(violations)
         core.version_of(adapter)
+        core.runtime  # noqa: B018 - raises when there is none
         params = SamplingParams(
             max_tokens=1,
             prompt_logprobs=0,
@@ -201,7 +208,7 @@ class Generations:
         self._core.came_to_an_end(flight)
         if not ended_inside:
             try:
-                await self._core.ask(lambda llm: llm.abort(flight.request.request_id))
+                await self._core.abort_in_vllm(flight)
             except PenstockError:
                 return  # vLLM is gone, and the request with it
 
@@ -209,9 +216,7 @@ class Generations:
         # Blocks of another version, or another adapter, are never found: a salt costs nothing and never fails, while
         # vLLM's own reset is refused when anything runs.
         salt = f"v{self._core.version}" if adapter is None else f"v{self._core.version}:{adapter.number}"
-        # With its type it is what vLLM makes of a raw prompt, and skips that way; a vLLM that knows no types ignores it.
-        ids = request.prompt_token_ids.tolist()
-        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids, "cache_salt": salt}
+        prompt = _prompt(request.prompt_token_ids.tolist(), cache_salt=salt)
         return await llm.add_request(
             request.request_id, prompt, params, lora_request=None if adapter is None else adapter.request()
         )
@@ -258,7 +263,7 @@ class Generations:
         except PenstockError as absent:
             return absent
         if runtime.is_death(error):
-            return EngineDied()
+            return engine_died()
         if isinstance(error, ValueError):
             text = str(error).splitlines()[0] if str(error) else "is refused"
             return InvalidArgument(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.checks import MAX_TOP_LOGPROBS
-from penstock_inference.engines.vllm.features import Features
+
+if TYPE_CHECKING:
+    from penstock_inference.engines.vllm.features import Features
 
 WORKER_EXTENSION = "penstock_inference.engines.vllm.worker.WeightLoader"
 CPU_KV_CACHE_BYTES = 1 << 30

@@ -1,6 +1,6 @@
 """vLLM's processes: started, asked, watched, stopped.
 
-One `Runtime` is one life of them. When they die, everybody who waits hears it as `EngineDied`, also those whom vLLM's
+One `Runtime` is one life of them. When they die, everybody who waits hears it as ENGINE_DIED, also those whom vLLM's
 own futures would leave waiting; a new life is the engine's business.
 """
 
@@ -21,21 +21,18 @@ from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_inference.engines.vllm.features import Features
 
 RETRY_AFTER_S = 5.0
+SHUTDOWN_S = 10.0
 _WATCH_S = 0.25
 
 _Result = TypeVar("_Result")
 _log = structlog.get_logger("penstock.inference")
 
 
-class EngineDied(Unavailable):
-    """vLLM's processes are gone."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the engine's processes died; it is being started again",
-            reason="ENGINE_DIED",
-            retry_after_s=RETRY_AFTER_S,
-        )
+def engine_died() -> Unavailable:
+    """vLLM's processes are gone, and others are on their way."""
+    return Unavailable(
+        "the engine's processes died; it is being started again", reason="ENGINE_DIED", retry_after_s=RETRY_AFTER_S
+    )
 
 
 class Gauges:
@@ -92,16 +89,19 @@ class Runtime:
         await asyncio.shield(self._died)
 
     async def ask(self, call: Awaitable[_Result]) -> _Result:
-        """The answer to one of vLLM's calls. Raises EngineDied instead of waiting for what nobody will answer."""
+        """The answer to one of vLLM's calls.
+
+        Raises Unavailable (ENGINE_DIED) instead of waiting for what nobody will answer.
+        """
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait((task, self._died), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise EngineDied
+                raise engine_died()
             return task.result()
         except EngineDeadError as error:
             self.kill()
-            raise EngineDied from error
+            raise engine_died() from error
         finally:
             if not task.done():
                 task.cancel()
@@ -124,8 +124,8 @@ class Runtime:
         self._watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._watch
-        # Joins processes.
-        await asyncio.to_thread(self.llm.shutdown)
+        # Joins processes; those that are not gone in time are killed.
+        await asyncio.to_thread(self.llm.shutdown, *([SHUTDOWN_S] if Features.shutdown_timeout() else []))
 
     async def _wait_for_death(self) -> None:
         # vLLM notices by itself, sets a flag, and tells only those who wait for tokens.
