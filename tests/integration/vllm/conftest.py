@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -20,11 +21,13 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from google.protobuf.duration_pb2 import Duration
+from tests.support import vllm_files_backend
 from tests.support import vllm_models as models
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
+from penstock_chassis import logging
 from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.errors import PenstockError
 from penstock_chassis.testing import serve
@@ -33,6 +36,9 @@ from penstock_inference.settings import InferenceSettings
 
 # Compiling kernels for a model of this size costs minutes and gains nothing.
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
+# Tracebacks with all locals take longer to print than anything here.
+logging.configure("warning", "json")
 
 CHUNK = 256 * 1024
 
@@ -97,8 +103,11 @@ def push_frames(data: bytes, *, sha256: bytes | None = None, **begin: Any) -> As
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """One engine with room for two adapters."""
+    """One engine with room for two adapters, and a means of transfer."""
     directory = tmp_path_factory.mktemp("vllm")
+    vllm_files_backend.install(directory / "plugins")
+    # vLLM's processes inherit it.
+    sys.path.append(str(directory / "plugins"))
     settings = InferenceSettings(
         model_dir=models.write(directory / "model"),
         state_dir=directory / "state",
@@ -114,6 +123,7 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
             "block_size": "32",
             "max_adapters": "2",
             "max_adapter_rank": "8",
+            "transfer_backend": "files",
         },
     )
     async with AsyncExitStack() as stack:

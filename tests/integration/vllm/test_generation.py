@@ -45,8 +45,8 @@ async def test_what_is_served_is_declared(service: Served) -> None:
     assert can.token_ids and can.logprobs and can.version_spans and can.in_flight_update and can.adapters and can.score
     # A seed repeats a completion only in the same company, which the protocol's promise does not allow for.
     assert not can.seed and "seed" in can.sampling_fields
-    # This machine has no GPU: nothing to sleep with, nothing that NCCL could reach.
-    assert not can.sleep and not list(can.transfer_backends)
+    # Without a GPU there is nothing to sleep with, and nothing that NCCL could reach.
+    assert not can.sleep and list(can.transfer_backends) == ["files"]
 
 
 async def test_a_chat_with_tools_becomes_a_tool_call(service: Served) -> None:

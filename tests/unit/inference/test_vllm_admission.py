@@ -86,7 +86,7 @@ async def test_waiting_requests_are_aborted_or_failed_by_type() -> None:
     aborted, failed = enter(admission, name="a"), enter(admission, name="b")
     await settled()
     assert admission.abort(lambda r: r.request_id == "a") == 1
-    admission.fail(Unavailable("gone", reason="ENGINE_DIED"))
+    admission.fail(lambda: Unavailable("gone", reason="ENGINE_DIED"))
     assert await aborted is False
     with pytest.raises(Unavailable):
         await failed

@@ -116,12 +116,12 @@ class Admission:
             place.answer.set_result(False)
         return len(ended)
 
-    def fail(self, error: PenstockError) -> None:
-        """End all that wait with an error."""
+    def fail(self, error: Callable[[], PenstockError]) -> None:
+        """End all that wait, each with an error of its own."""
         ended = [place for place in self._waiting if not place.answer.done()]
         self._waiting = [place for place in self._waiting if place.answer.done()]
         for place in ended:
-            place.answer.set_exception(error)
+            place.answer.set_exception(error())
 
     async def idle(self) -> None:
         """Until nothing runs, or `wake_idle`."""

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -84,7 +85,7 @@ class Core:
         self._arguments: Mapping[str, Any] = engine_arguments(options, chosen, features)
         self._original = checkpoint
         self._runtime: Runtime | None = None
-        self._absent: PenstockError = engine_died()
+        self._absent: Callable[[], PenstockError] = engine_died
         """What is said while there is no vLLM."""
         self._restarts = 0
         self._keeper: asyncio.Task[None] | None = None
@@ -98,7 +99,7 @@ class Core:
         self._runtime = await self._new_life()
         self._keeper = asyncio.create_task(self._keep_alive(), name="vllm-keeper")
 
-    async def aclose(self, error: PenstockError) -> None:
+    async def aclose(self, error: Callable[[], PenstockError]) -> None:
         """End everything with `error`. Idempotent."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
@@ -113,7 +114,7 @@ class Core:
     def runtime(self) -> Runtime:
         """Raises Unavailable (ENGINE_DIED, ENGINE_CLOSED) or Internal (ENGINE_FAILED) when there is none."""
         if self._runtime is None or not self._runtime.alive:
-            raise self._absent
+            raise self._absent()
         return self._runtime
 
     @property
@@ -283,7 +284,7 @@ class Core:
             await runtime.died()
             self._runtime = None
             self.admission.hold()
-            self._gone(engine_died())
+            self._gone(engine_died)
             await runtime.aclose()
             self._restarts += 1
             try:
@@ -293,15 +294,19 @@ class Core:
             except Exception as error:  # noqa: BLE001 - told to everybody from here on
                 _log.exception("the engine stays dead")
                 why = error.message if isinstance(error, PenstockError) else type(error).__name__
-                self._gone(Internal(f"the engine failed: {why}; restart the inference service", reason="ENGINE_FAILED"))
+                self._gone(partial(_failed, why))
             else:
                 _log.info("vLLM runs again", policy_version=self.version)
             self.admission.release()
 
-    def _gone(self, error: PenstockError) -> None:
-        """Nobody may wait for what will not come."""
+    def _gone(self, error: Callable[[], PenstockError]) -> None:
+        """Nobody may wait for what will not come; each hears an error of his own, which grows as it is raised."""
         self._absent = error
         self.admission.fail(error)
         self.admission.wake_idle()
         for flight in self.flights:
-            flight.fail(error)
+            flight.fail(error())
+
+
+def _failed(why: str) -> Internal:
+    return Internal(f"the engine failed: {why}; restart the inference service", reason="ENGINE_FAILED")

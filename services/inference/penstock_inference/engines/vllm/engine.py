@@ -103,7 +103,7 @@ class VllmEngine:
             )
             generations = Generations(core, info.vocab_size, info.max_context_tokens, stops, tokenizer)
         except BaseException:
-            await core.aclose(_closed())
+            await core.aclose(_closed)
             await asyncio.to_thread(directory.cleanup)
             raise
         _log.info("vllm", version=features.version, platform=features.platform, version_spans=features.version_spans)
@@ -308,7 +308,7 @@ class VllmEngine:
             return
         self._closed = True
         await self._updates.aclose()
-        await self._core.aclose(_closed())
+        await self._core.aclose(_closed)
         await asyncio.to_thread(self._directory.cleanup)
 
 

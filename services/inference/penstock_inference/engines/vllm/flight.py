@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -150,11 +151,11 @@ class Flight:
     def spans(self) -> tuple[VersionSpan, ...]:
         """Which version sampled which tokens."""
         total = len(self.token_ids)
-        ends = [start for _, start in self.starts[1:]] + [total]
+        borders = [*(min(start, total) for _, start in self.starts), total]
         return tuple(
-            VersionSpan(version, start, min(end, total))
-            for (version, start), end in zip(self.starts, ends, strict=True)
-            if start < min(end, total)
+            VersionSpan(version, start, end)
+            for (version, _), (start, end) in zip(self.starts, itertools.pairwise(borders), strict=True)
+            if start < end
         )
 
     def done(self) -> Done:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 import numpy as np
 from safetensors.numpy import save_file
 
-from penstock_chassis.errors import Aborted, FailedPrecondition, Unsupported, Violation
+from penstock_chassis.errors import (
+    Aborted,
+    FailedPrecondition,
+    InvalidArgument,
+    PenstockError,
+    Unsupported,
+    Violation,
+)
 from penstock_inference.engines.base import PauseMode, Tensors, UpdateFormat, UpdatePhases
 from penstock_inference.engines.checks import raise_violations
 from penstock_inference.engines.vllm.checkpoint import files_of
@@ -128,7 +135,7 @@ class Updates:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         request = WeightTransferInitRequest(init_info=dict(options))
-        await self._core.ask(lambda llm: llm.init_weight_transfer_engine(request))
+        await self._ask(lambda llm: llm.init_weight_transfer_engine(request), "options_json")
 
     async def start_transfer(self, version: int, mode: PauseMode) -> None:
         """See `WeightTransfers`."""
@@ -137,7 +144,7 @@ class Updates:
         stopping = self._core.stopped(mode)
         await stopping.__aenter__()
         try:
-            await self._core.ask(lambda llm: llm.start_weight_update())
+            await self._ask(lambda llm: llm.start_weight_update(), "transfer")
         except BaseException:
             await stopping.__aexit__(None, None, None)
             raise
@@ -150,7 +157,7 @@ class Updates:
 
         request = WeightTransferUpdateRequest(update_info=descriptor)
         transfer.touched = True
-        await self._core.ask(lambda llm: llm.update_weights(request))
+        await self._ask(lambda llm: llm.update_weights(request), "descriptor_json")
 
     async def finish_transfer(self, commit: bool) -> UpdatePhases:
         """See `WeightTransfers`. To give up is to load the old weights again, from their files."""
@@ -159,7 +166,7 @@ class Updates:
 
         async def finish() -> None:
             try:
-                await core.ask(lambda llm: llm.finish_weight_update())
+                await self._ask(lambda llm: llm.finish_weight_update(), "transfer")
                 if commit:
                     await core.put_in_force(transfer.version, "", None)
                 elif transfer.touched and core.unsaved:
@@ -181,6 +188,19 @@ class Updates:
         """Wait for what may not be left half done."""
         if self._task is not None and not self._task.done():
             await asyncio.wait((self._task,))
+
+    async def _ask(self, call: Callable[[Any], Awaitable[Any]], field: str) -> None:
+        """Raises InvalidArgument (TRANSFER_REFUSED) for what vLLM does not take."""
+        try:
+            await self._core.ask(call)
+        except PenstockError:
+            raise
+        except Exception as error:
+            lines = str(error).splitlines()
+            text = f"is refused by vLLM: {lines[-1] if lines else type(error).__name__}"
+            raise InvalidArgument(
+                f"{field} {text}", reason="TRANSFER_REFUSED", violations=[Violation(field, text)]
+            ) from error
 
     def _to_its_end(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Future[_Result]:
         task = self._task = asyncio.create_task(work, name="vllm-weights")

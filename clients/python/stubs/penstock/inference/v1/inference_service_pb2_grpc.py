@@ -234,6 +234,7 @@ class InferenceServiceServicer(object):
 
     def InitTransfer(self, request, context):
         """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+        Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

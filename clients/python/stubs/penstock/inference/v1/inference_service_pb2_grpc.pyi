@@ -74,7 +74,9 @@ class InferenceServiceStub:
     another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
     """
     InitTransfer: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.InitTransferRequest, _inference_service_pb2.InitTransferResponse]
-    """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means."""
+    """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+    Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
+    """
     StartTransfer: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.StartTransferRequest, _inference_service_pb2.StartTransferResponse]
     """Second: a new version begins.
     Errors: ABORTED (UPDATE_IN_PROGRESS), FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER).
@@ -150,7 +152,9 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
     """
     InitTransfer: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.InitTransferRequest, _inference_service_pb2.InitTransferResponse]  # type: ignore[assignment]
-    """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means."""
+    """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+    Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
+    """
     StartTransfer: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.StartTransferRequest, _inference_service_pb2.StartTransferResponse]  # type: ignore[assignment]
     """Second: a new version begins.
     Errors: ABORTED (UPDATE_IN_PROGRESS), FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER).
@@ -289,7 +293,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.InitTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.InitTransferResponse, _abc.Awaitable[_inference_service_pb2.InitTransferResponse]]:
-        """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means."""
+        """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+        Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
+        """
 
     @_abc_1.abstractmethod
     def StartTransfer(

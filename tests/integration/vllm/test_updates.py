@@ -245,14 +245,78 @@ async def test_an_adapter_that_does_not_fit_is_refused(service: Served, failure:
             await service.stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name))
 
 
-async def test_transfers_and_sleep_need_what_this_machine_lacks(service: Served, failure: Failure) -> None:
+async def start_transfer(service: Served, **fields: Any) -> str:
+    """A transfer from files under `transfer`; its id."""
+    directory = service.directory / "transfer"
+    directory.mkdir(exist_ok=True)
+    for seed in (13, 14):
+        (directory / f"{seed}.safetensors").write_bytes(models.file(models.random_policy(seed)))
+    options = json.dumps({"directory": str(directory)})
+    await service.stub.InitTransfer(pb.InitTransferRequest(backend="files", options_json=options))
+    request = pb.StartTransferRequest(request_id="t", policy_version=service.version(), **fields)
+    answers = [await service.stub.StartTransfer(request) for _ in range(2)]  # a repetition is no other transfer
+    assert answers[0].transfer_id == answers[1].transfer_id
+    return str(answers[0].transfer_id)
+
+
+async def test_a_trainer_may_move_weights_itself(service: Served, failure: Failure) -> None:
+    """R63, R87: the four calls run through vLLM's own protocol; a transfer that is given up leaves the old weights."""
+    await service.push(models.random_policy(13))
+    expected = (await greedy(service))[0]
+    in_force = await service.push(models.random_policy(14))
+    before = (await greedy(service))[0]
+    for commit, version, ids in ((False, in_force, before), (True, None, expected)):
+        transfer = await start_transfer(service)
+        descriptor = json.dumps({"file": "13.safetensors"})
+        await service.stub.TransferTensors(pb.TransferTensorsRequest(transfer_id=transfer, descriptor_json=descriptor))
+        finish = pb.FinishTransferRequest(transfer_id=transfer, commit=commit)
+        done = [await service.stub.FinishTransfer(finish) for _ in range(2)]  # idempotent
+        assert done[0] == done[1]
+        assert done[0].policy_version == (version or in_force + 2)
+        found = await greedy(service)
+        assert found[0] == ids
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await service.stub.UpdateWeights(
+            push_frames(b"x", policy_version=in_force + 3, format=pb.WEIGHT_FORMAT_SAFETENSORS_PARTIAL)
+        )
+    assert failure(caught.value).reason == "WEIGHTS_LOST"
+    await service.push(models.random_policy(5))
+
+
+async def test_a_transfer_refuses_what_does_not_belong_to_it(service: Served, failure: Failure) -> None:
+    """R26, R33: typed, and the engine goes on."""
+    in_force = await service.push(models.random_policy(5))
+    transfer = await start_transfer(service)
+    calls = (
+        (
+            lambda: service.stub.StartTransfer(pb.StartTransferRequest(request_id="u", policy_version=900)),
+            "UPDATE_IN_PROGRESS",
+        ),
+        (
+            lambda: service.stub.TransferTensors(pb.TransferTensorsRequest(transfer_id="other", descriptor_json="{}")),
+            "NO_TRANSFER",
+        ),
+        (
+            lambda: service.stub.TransferTensors(pb.TransferTensorsRequest(transfer_id=transfer, descriptor_json="5")),
+            "REQUEST_INVALID",
+        ),
+        (lambda: service.stub.FinishTransfer(pb.FinishTransferRequest(transfer_id="other")), "NO_TRANSFER"),
+        (lambda: service.stub.InitTransfer(pb.InitTransferRequest(backend="nccl")), "CAPABILITY_MISSING"),
+    )
+    try:
+        for call, reason in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call()
+            assert failure(caught.value).reason == reason
+    finally:
+        await service.stub.FinishTransfer(pb.FinishTransferRequest(transfer_id=transfer))
+    assert (await service.stub.GetInfo(pb.GetInfoRequest())).policy_version == in_force
+    assert (await service.complete(service.request())).span.count == 16
+
+
+async def test_sleep_needs_what_this_machine_lacks(service: Served, failure: Failure) -> None:
     """A declared capability, never a silent downgrade."""
-    for call in (
-        service.stub.InitTransfer(pb.InitTransferRequest(backend="nccl")),
-        service.stub.StartTransfer(pb.StartTransferRequest(request_id="t", policy_version=1000)),
-        service.stub.Sleep(pb.SleepRequest(level=1)),
-    ):
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert failure(caught.value).reason == "CAPABILITY_MISSING"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await service.stub.Sleep(pb.SleepRequest(level=1))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert failure(caught.value).reason == "CAPABILITY_MISSING"
