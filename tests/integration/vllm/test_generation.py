@@ -75,13 +75,14 @@ async def test_every_token_has_the_logprob_that_score_gives_it(service: Served, 
     version = await service.push(models.random_policy(3))
     prompt = range(20, 90)
     events = [
-        event async for event in service.stub.Generate(service.request(prompt, stream, max_tokens=48, min_tokens=48))
+        event async for event in service.stub.Generate(service.request(prompt, stream, max_tokens=48, min_tokens=0))
     ]
     done = events[-1].done.completion
     values = logprobs(done)
-    assert done.span.count == 48 == values.size == len(done.span.token_ids) // 4
+    count = done.span.count
+    assert count == values.size == len(done.span.token_ids) // 4 > 0
     assert np.isfinite(values).all() and (values <= 0).all()
-    assert [(v.policy_version, v.start, v.end) for v in done.span.versions] == [(version, 0, 48)]
+    assert [(v.policy_version, v.start, v.end) for v in done.span.versions] == [(version, 0, count)]
     assert np.abs(values - await score(service, prompt, done)).max() < TOLERANCE
     if stream:
         assert events[0].started.prompt_tokens == 70
