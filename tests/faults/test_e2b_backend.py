@@ -163,6 +163,32 @@ async def test_a_removal_that_fails_is_tried_until_it_succeeds(world: tuple[Stan
     await _none_left(cloud)
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+async def test_a_snapshot_that_fails_is_not_made_again_and_its_sandbox_goes_all_the_same(
+    world: tuple[StandIn, Running], after: bool
+) -> None:
+    """R50: what cannot be kept keeps no sandbox, also where the snapshot was made and only the answer was lost."""
+    cloud, service = world
+    setup = [command(shell=f"echo {secrets.token_hex(4)} > ~/mark")]
+    await cloud.fail("POST /sandboxes/", 100, status=500, body=_HTML, after=after)
+    assert isinstance(await failure(prepare(service, setup=setup)), Unavailable)
+
+    async def forgotten() -> bool:
+        return not (await service.sandboxes.ListSandboxes(ss.ListSandboxesRequest(), timeout=30)).sandboxes
+
+    await eventually_async(forgotten, "the sandbox is deleted while E2B still makes no snapshots")
+    await _none_left(cloud)
+
+    async def none_kept() -> bool:
+        return await cloud.snapshots() == []
+
+    await eventually_async(none_kept, "what was made is removed")
+    await cloud.fail("nothing", 0)
+    _, snapshot = await prepare(service, setup=setup)
+    assert [snapshot.snapshot_id in str(one) for one in await cloud.snapshots()] == [True]
+    await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=snapshot.snapshot_id), timeout=30)
+
+
 async def test_cut_streams_lose_and_double_no_byte_of_output(world: tuple[StandIn, Running]) -> None:
     """R26, R59"""
     cloud, service = world

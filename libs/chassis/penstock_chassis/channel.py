@@ -6,7 +6,7 @@ On plaintext loopback the token is added where the call is made (`_TokenChannel`
 interceptor replaces streaming calls by proxies that copy each message through a queue.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar
@@ -17,7 +17,7 @@ import structlog
 from penstock_chassis.auth import HEADER
 from penstock_chassis.errors import InvalidArgument, PenstockError
 from penstock_chassis.interceptor import REQUEST_ID_HEADER
-from penstock_chassis.rpc_status import from_rpc_error
+from penstock_chassis.rpc_status import broke_while_sending, from_rpc_error
 from penstock_chassis.server import MAX_MESSAGE_BYTES
 from penstock_chassis.settings import is_loopback
 from penstock_chassis.tls import ClientTls
@@ -80,6 +80,30 @@ def typed_errors() -> Iterator[None]:
         yield
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
+
+
+async def upload(
+    method: Callable[..., Any], frames: Callable[[], AsyncIterator[Any] | Iterator[Any]], *, timeout: float | None
+) -> Any:
+    """One client stream's answer; sent again, twice at most, where grpc.aio forgot what the peer refused it with.
+
+    Only for streams that say where they write, so that sending one twice changes nothing.
+
+    Args:
+        method: a client-streaming method of a stub.
+        frames: makes the requests of one attempt.
+        timeout: seconds for each attempt; None = no limit.
+
+    Raises:
+        grpc.aio.AioRpcError: what the peer answered with.
+    """
+    for _ in range(2):
+        try:
+            return await method(frames(), timeout=timeout)
+        except grpc.aio.AioRpcError as error:
+            if not broke_while_sending(error):
+                raise
+    return await method(frames(), timeout=timeout)
 
 
 @contextmanager

@@ -92,7 +92,9 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             except BaseException as error:
                 await _fail(method, started, context, error)
                 raise
-            _report(method, started, _code(context, grpc.StatusCode.OK))
+            # After the answer, which is sent as soon as this returns: who waits for it does not wait for the log.
+            took = time.perf_counter() - started
+            asyncio.get_running_loop().call_soon(_report, method, took, _code(context, grpc.StatusCode.OK))
             return response
 
         return call
@@ -115,7 +117,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             except BaseException as error:
                 await _fail(method, started, context, error)
                 raise
-            _report(method, started, _code(context, grpc.StatusCode.OK))
+            _report(method, time.perf_counter() - started, _code(context, grpc.StatusCode.OK))
 
         return call
 
@@ -165,10 +167,10 @@ def _malformed() -> InvalidArgument:
 async def _fail(method: str, started: float, context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:
     """Logs the end of a failed RPC and aborts it with its status; returns only where the exception is to go on."""
     if isinstance(error, grpc.aio.AbortError):
-        _report(method, started, _code(context, grpc.StatusCode.UNKNOWN))
+        _report(method, time.perf_counter() - started, _code(context, grpc.StatusCode.UNKNOWN))
         return
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
-        _report(method, started, grpc.StatusCode.CANCELLED.name)
+        _report(method, time.perf_counter() - started, grpc.StatusCode.CANCELLED.name)
         return
     told = rpc_status.expected(_malformed() if isinstance(error, DecodeError) else error)
     if told is None:
@@ -177,7 +179,7 @@ async def _fail(method: str, started: float, context: grpc.aio.ServicerContext[A
         told = rpc_status.unexpected()
         _log.error("rpc failed", method=method, incident_id=told.metadata[rpc_status.INCIDENT], exc_info=error)
     status = rpc_status.to_status(told)
-    _report(method, started, status.code.name, reason=told.reason)
+    _report(method, time.perf_counter() - started, status.code.name, reason=told.reason)
     trailing = (*(context.trailing_metadata() or ()), *status.trailing_metadata)
     await context.abort(status.code, status.message, trailing)
 
@@ -188,6 +190,6 @@ def _code(context: grpc.aio.ServicerContext[Any, Any], default: grpc.StatusCode)
     return _CODE_NAMES.get(code, default.name) if code else default.name
 
 
-def _report(method: str, started: float, code: str, **facts: str) -> None:
+def _report(method: str, took_s: float, code: str, **facts: str) -> None:
     write = _log.debug if method in _OPEN else _log.info
-    write("rpc", method=method, code=code, ms=round((time.perf_counter() - started) * 1e3, 2), **facts)
+    write("rpc", method=method, code=code, ms=round(took_s * 1e3, 2), **facts)

@@ -1,7 +1,8 @@
 """A service's durable state: one SQLite file in WAL mode, written by one thread with group commit.
 
 Many tasks of the event loop submit writes; one dedicated thread takes all that wait, runs them in the order of their
-submission inside one transaction and commits once. A writer's `await` returns after the commit, so what was
+submission inside one transaction and commits once. What one turn of the loop submits is handed to the thread together:
+to wake a thread costs more than a write. A writer's `await` returns after the commit, so what was
 acknowledged survives a kill -9 of the service (and with `sync="full"` a loss of power).
 
 Invariants:
@@ -19,10 +20,9 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 
@@ -31,7 +31,10 @@ SqlParams: TypeAlias = Sequence[SqlValue] | Mapping[str, SqlValue]
 Statement: TypeAlias = tuple[str, SqlParams]
 
 _MAX_BATCH = 1024
-"""Writers in one transaction: bounds how long the first of a batch waits for the last."""
+"""From so many writers on a transaction takes no more in: bounds how long the first waits for the last."""
+
+_LATER_S: Final = 0.02
+"""How long a write that may wait does, unless another one goes first."""
 
 _STATEMENT_CACHE = 256
 _LOCK_WAIT_S = 2.0
@@ -42,16 +45,14 @@ _FORBIDDEN = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(NamedTuple):
     statements: Sequence[Statement]
     rows: bool
     """True: the one statement's rows are the result. False: the changed row counts are."""
     done: asyncio.Future[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
+class _Result(NamedTuple):
     job: _Job
     value: object
     error: BaseException | None
@@ -69,7 +70,11 @@ class Journal:
         self._migrations = tuple(migrations)
         self._sync = sync
         self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
+        # Submitted, and not yet handed to the thread.
+        self._waiting: list[_Job] = []
+        self._due = False
+        self._later: asyncio.TimerHandle | None = None
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._closing = False
@@ -117,13 +122,19 @@ class Journal:
         """Runs the statements durably, all or none; returns each one's changed row count. Raises as `execute` does."""
         return await self.submit(statements)
 
-    def submit(self, statements: Sequence[Statement]) -> asyncio.Future[list[int]]:
+    def submit(self, statements: Sequence[Statement], *, soon: bool = True) -> asyncio.Future[list[int]]:
         """Puts a write in order at once and returns what to await for its commit.
 
         For code that must fix the order of several writes without waiting in between. Cancelling the future does not
-        take the write back.
+        take the write back. One that nobody waits for needs not be `soon`: it goes with the next that is, or after 20
+        ms.
         """
-        return self._enqueue(statements, rows=False)
+        return self._enqueue(statements, rows=False, soon=soon)
+
+    def hurry(self) -> None:
+        """Lets what was submitted wait no more."""
+        if self._waiting:
+            self._hand_over()
 
     async def query(self, sql: str, params: SqlParams = ()) -> list[sqlite3.Row]:
         """Runs one statement and returns its rows; `INSERT ... RETURNING` and its like are allowed and durable.
@@ -137,6 +148,7 @@ class Journal:
         """Commits what was submitted, closes the file and ends the thread. Idempotent and safe from several tasks."""
         if not self._closing:
             self._closing = True
+            self.hurry()
             self._jobs.put(None)
         await asyncio.shield(self._ended)
 
@@ -148,14 +160,30 @@ class Journal:
     ) -> None:
         await self.aclose()
 
-    def _enqueue(self, statements: Sequence[Statement], *, rows: bool) -> asyncio.Future[Any]:
+    def _enqueue(self, statements: Sequence[Statement], *, rows: bool, soon: bool = True) -> asyncio.Future[Any]:
         for sql, _ in statements:
             _check(sql)
         if self._closing:
             raise Unavailable("The service is stopping and records nothing more.", reason="JOURNAL_CLOSED")
         done: asyncio.Future[Any] = self._loop.create_future()
-        self._jobs.put(_Job(statements, rows, done))
+        self._waiting.append(_Job(statements, rows, done))
+        if soon:
+            if not self._due:
+                self._due = True
+                self._loop.call_soon(self._hand_over)
+        elif self._later is None:
+            self._later = self._loop.call_later(_LATER_S, self._time_is_up)
         return done
+
+    def _hand_over(self) -> None:
+        self._due = False
+        if self._waiting:
+            jobs, self._waiting = self._waiting, []
+            self._jobs.put(jobs)
+
+    def _time_is_up(self) -> None:
+        self._later = None
+        self._hand_over()
 
     # The thread ------------------------------------------------------------------------------------------------------
 
@@ -176,17 +204,17 @@ class Journal:
     def _serve(self, connection: sqlite3.Connection) -> None:
         more = True
         while more:
-            job = self._jobs.get()
+            jobs = self._jobs.get()
             batch: list[_Job] = []
-            while job is not None:
-                batch.append(job)
+            while jobs is not None:
+                batch += jobs
                 if len(batch) >= _MAX_BATCH:
                     break
                 try:
-                    job = self._jobs.get_nowait()
+                    jobs = self._jobs.get_nowait()
                 except queue.Empty:
                     break
-            more = job is not None
+            more = jobs is not None
             if batch:
                 self._call(_settle, _commit(connection, batch))
 

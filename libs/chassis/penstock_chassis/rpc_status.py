@@ -126,6 +126,11 @@ def to_status(error: PenstockError) -> RpcStatus:
     return RpcStatus(code, message, status.SerializeToString())
 
 
+def broke_while_sending(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the peer ended the stream while it was written to: grpc.aio (seen with 1.85) then forgets its status."""
+    return error.code() is grpc.StatusCode.INTERNAL and error.details() == _SEND_FAILED
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> PenstockError:
     """The error that a call to another service failed with, as it was raised there.
 
@@ -136,7 +141,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> PenstockError:
     attempt hears why.
     """
     code = error.code()
-    if code is grpc.StatusCode.INTERNAL and error.details() == _SEND_FAILED:
+    if broke_while_sending(error):
         return errors.Unavailable("The peer ended the stream while it was written to.", reason="STREAM_BROKEN")
     kind = _CLASSES.get(code, errors.Internal)
     message = error.details() or f"The call failed with {code.name}."

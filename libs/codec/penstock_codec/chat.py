@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
+from penstock_codec.quick import quick
+
 
 class Role(StrEnum):
     """Who speaks."""
@@ -22,6 +24,7 @@ class Role(StrEnum):
     TOOL = "tool"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TextPart:
     """Visible text."""
@@ -29,6 +32,7 @@ class TextPart:
     text: str
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ReasoningPart:
     """What the model thought before it answered; `signature` is a provider's opaque mark, to be echoed verbatim."""
@@ -37,6 +41,7 @@ class ReasoningPart:
     signature: bytes = b""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ImagePart:
     """An image by reference: a URL or a data URL. The text codec refuses it by name."""
@@ -45,6 +50,7 @@ class ImagePart:
     media_type: str = ""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ToolCallPart:
     """A call of a tool by the assistant; `arguments_json` is exactly what was sampled, spacing included."""
@@ -54,6 +60,7 @@ class ToolCallPart:
     arguments_json: str
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ToolResultPart:
     """What a tool answered to the call `call_id`."""
@@ -68,6 +75,7 @@ class ToolResultPart:
 Part: TypeAlias = TextPart | ReasoningPart | ImagePart | ToolCallPart | ToolResultPart
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message of a conversation: a role, its parts in order, and the speaker's name where a dialect has one."""
@@ -122,6 +130,7 @@ class Message:
         return cls(Role.TOOL, (ToolResultPart(call_id, text, is_error, name),))
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A tool that the model may call; `parameters_json_schema` is the JSON text of an object, as the agent sent it."""
@@ -154,6 +163,7 @@ class ToolChoice:
             raise ValueError("ToolChoice.name is given exactly when mode is 'named'")
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling as asked for or as used. None means unset, which differs from any value (R64).
@@ -196,6 +206,7 @@ class FinishReason(StrEnum):
         return self in (FinishReason.LENGTH, FinishReason.ABORT)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of one call."""

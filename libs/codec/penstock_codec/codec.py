@@ -19,7 +19,15 @@ from penstock_codec.chat import FinishReason, Message, Tool
 from penstock_codec.decoding import Detokenizer
 from penstock_codec.errors import CodecError
 from penstock_codec.files import TokenizerFiles
-from penstock_codec.parsers import GRAMMARS, CompletionParser, Mark, ParsedCompletion, Vocabulary, choose_grammar
+from penstock_codec.parsers import (
+    GRAMMARS,
+    CompletionParser,
+    Mark,
+    ParsedCompletion,
+    Reading,
+    Vocabulary,
+    choose_grammar,
+)
 from penstock_codec.segments import Segments
 from penstock_codec.splice import Continuation, Inexact, IntArray, Splicer
 from penstock_codec.template import ChatTemplate
@@ -80,6 +88,8 @@ class Codec:
         markup = {index: text for text, index in vocabulary.items() if text in known}
         silent = frozenset({*controls.values(), *self.stop_token_ids} - markup.keys())
         self._vocabulary = Vocabulary(markup, silent, frozenset(self.stop_token_ids), self.vocab_size)
+        self._reading = Reading(self._grammar, self._vocabulary)
+        self._spelled = set(self._open_think) - set(markup.values())
 
     @classmethod
     def load(
@@ -205,8 +215,7 @@ class Codec:
     ) -> CompletionParser:
         """A parser to feed as ids come. `prompt_ids` tells it whether the prompt already opened the reasoning."""
         return CompletionParser(
-            self._grammar,
-            self._vocabulary,
+            self._reading,
             self._detokenizer,
             tools=tools,
             reasoning_open=self.reasoning_open(prompt_ids),
@@ -234,18 +243,19 @@ class Codec:
         """Whether a prompt ends inside reasoning that it opened itself; only its end is looked at."""
         if not self._open_think:
             return False
-        tail = _as_list(prompt_ids[-PROMPT_TAIL:])
-        start = max((at + 1 for at, index in enumerate(tail) if index in self._vocabulary.silent_ids), default=0)
-        turn = tail[start:]
-        marks = [self._vocabulary.markup_ids.get(index) for index in turn]
-        as_tokens = [text for text in marks if text in self._open_think or text in self._close_think]
-        if as_tokens:
-            return as_tokens[-1] in self._open_think
-        spelled = set(self._open_think) - set(self._vocabulary.markup_ids.values())
-        if not spelled:
+        markup, silent = self._vocabulary.markup_ids, self._vocabulary.silent_ids
+        turn: list[int] = []  # the ids behind the last control token, last first
+        for index in reversed(_as_list(prompt_ids[-PROMPT_TAIL:])):
+            if index in silent:
+                break
+            text = markup.get(index)
+            if text is not None and (text in self._open_think or text in self._close_think):
+                return text in self._open_think
+            turn.append(index)
+        if not self._spelled:
             return False
-        text = self.decode(turn)
-        opened = max(text.rfind(item) for item in spelled)
+        text = self.decode(turn[::-1])
+        opened = max(text.rfind(item) for item in self._spelled)
         return opened > max(text.rfind(item) for item in self._close_think)
 
     @cached_property

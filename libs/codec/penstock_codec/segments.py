@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 IntArray = NDArray[np.int32]
 
-SHORTEST: Final = 2048
+SHORTEST: Final = 256
 """Characters below which a text is tokenised as it is: it costs no more than looking it up."""
 
 KEPT_BYTES: Final = 64 << 20

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from penstock_codec.chat import Message, Role, Tool, ToolCallPart
 from penstock_codec.errors import CodecError
+from penstock_codec.quick import quick
 from penstock_codec.template import ChatTemplate
 
 IntArray = NDArray[np.int32]
@@ -34,6 +35,7 @@ SHAPES_KEPT = 1024
 _SHOWN = 40
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """The ids to append. `closing` of them (0 or 1), at the front, close a turn that the model did not close itself."""
@@ -149,7 +151,7 @@ class Splicer:
             tuple((message.role, len(message.tool_calls), len(message.tool_results)) for message in new),
             bool(tools),
             add_generation_prompt,
-            json.dumps(kwargs, sort_keys=True, default=repr),
+            json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else "",
         )
         known = self._shapes.get(key)
         if known is None:
@@ -256,6 +258,7 @@ def _first_change(old: str, new: str) -> str:
     return f"{old[start : at + _SHOWN]!r} becomes {new[start : at + _SHOWN]!r}"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class _Split:
     before: str  # up to the mark

@@ -22,15 +22,21 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart
+from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart, ToolResultPart
 from penstock_codec.errors import CodecError
 
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ALPHABET = string.ascii_letters + string.digits
 _INSTRUCTING = (Role.SYSTEM, Role.DEVELOPER)
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# What dicts have as attributes, which come before their items.
+_OF_DICTS = frozenset(dir(dict))
+# What a template asks of its loop; none of it is callable or leads anywhere.
+_OF_LOOPS = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "previtem", "nextitem"})
+_JSON = json.JSONEncoder(ensure_ascii=False)
 
 
 class ChatTemplate:
@@ -43,7 +49,7 @@ class ChatTemplate:
 
         Raises CodecError TEMPLATE_INVALID when the text is no template.
         """
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
@@ -142,13 +148,15 @@ class ChatTemplate:
         return placed
 
     def _as_dicts(self, message: Message) -> list[dict[str, Any]]:
-        if any(isinstance(part, ImagePart) or getattr(part, "images", ()) for part in message.parts):
-            raise CodecError("IMAGE_UNSUPPORTED", "images cannot be turned into this model's tokens")
-        if message.tool_results:
+        for part in message.parts:
+            if isinstance(part, ImagePart) or (isinstance(part, ToolResultPart) and part.images):
+                raise CodecError("IMAGE_UNSUPPORTED", "images cannot be turned into this model's tokens")
+        results = message.tool_results
+        if results:
             # One message per result, as templates expect; text beside the results (Anthropic's shape) follows as the
             # user's.
             items: list[dict[str, Any]] = []
-            for result in message.tool_results:
+            for result in results:
                 item: dict[str, Any] = {
                     "role": "tool",
                     "content": result.text,
@@ -167,16 +175,18 @@ class ChatTemplate:
         item = {"role": role, "content": message.text}
         if message.name:
             item["name"] = message.name
-        if message.reasoning:
-            item["reasoning_content"] = message.reasoning
-        if message.tool_calls:
+        if message.role is not Role.ASSISTANT:
+            return [item]
+        if reasoning := message.reasoning:
+            item["reasoning_content"] = reasoning
+        if calls := message.tool_calls:
             item["tool_calls"] = [
                 {
                     "id": self._id(call.id),
                     "type": "function",
                     "function": {"name": call.name, "arguments": _arguments(call.arguments_json)},
                 }
-                for call in message.tool_calls
+                for call in calls
             ]
         return [item]
 
@@ -209,11 +219,30 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own tojson escapes for HTML; models were trained on text without those escapes.
+    if not (ensure_ascii or sort_keys or indent is not None or separators is not None):
+        return _JSON.encode(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """The sandbox, with a short way to what templates ask for most: the items of a message, and where a loop is."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As the sandbox has it."""
+        kind = type(obj)
+        if kind is dict and attribute not in _OF_DICTS:
+            # Found or not, no attribute of an object is reached. The sandbox would first fail to find one.
+            try:
+                return obj[attribute]
+            except KeyError:
+                return self.undefined(obj=obj, name=attribute)
+        if kind is LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
 
 class _GenerationBlock(Extension):

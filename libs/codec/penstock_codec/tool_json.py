@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from penstock_codec.quick import quick
+
 MAX_CALL_CHARS = 1 << 20
 MAX_DEPTH = 64
 MAX_NAME_CHARS = 256
@@ -23,6 +25,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class CallText:
     """A well-formed call: the tool's name, the arguments exactly as written, the id if the model wrote one."""

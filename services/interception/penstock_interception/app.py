@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from penstock_interception.dispatch import DispatchLimits
 from penstock_interception.gate import Gate
 from penstock_interception.ingress.app import Ingress, IngressLimits
 from penstock_interception.ingress.chat import ChatCompletions
+from penstock_interception.ingress.connections import IDLE_S, ConnectionLimits, Connections
 from penstock_interception.ingress.dialect import Ask, DialectCodec, Route
 from penstock_interception.ingress.generate_content import GenerateContent
 from penstock_interception.ingress.messages import Messages
@@ -86,13 +87,15 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         _log.info("restored", rollouts=restored)
         tasks.create_task(_keep_time(turns.gate))
         stopping = asyncio.Event()
+        connections = stack.enter_context(closing(Connections(_connection_limits(settings))))
         ingress = Ingress(
             turns,
             dialects,
-            Passthrough(turns, sources, http),
+            Passthrough(turns, sources, http, connections),
+            connections,
             IngressLimits(settings.max_body_bytes, settings.first_byte_s, settings.keep_alive_s),
         )
-        address = await stack.enter_async_context(_listening(ingress.app(), settings))
+        address = await stack.enter_async_context(_listening(ingress.app(), connections, settings))
         intercept = InterceptServicer(
             turns,
             CallWriter(parse),
@@ -165,6 +168,18 @@ def _limits(settings: InterceptionSettings) -> GateLimits:
     )
 
 
+def _connection_limits(settings: InterceptionSettings) -> ConnectionLimits:
+    return ConnectionLimits(
+        header_s=settings.header_timeout_s,
+        body_s=settings.body_timeout_s,
+        write_s=settings.write_timeout_s,
+        max_header_bytes=settings.max_header_bytes,
+        max_connections=settings.max_connections,
+        max_per_peer=settings.max_peer_connections,
+        max_per_rollout=settings.max_rollout_connections,
+    )
+
+
 def _parse(dialects: dict[Dialect, DialectCodec], dialect: Dialect, body: bytes) -> ChatRequest:
     return dialects[dialect].parse(body, Route(Ask.COMPLETION))
 
@@ -188,35 +203,50 @@ class _Ended(Exception):
 
 
 @asynccontextmanager
-async def _listening(app: web.Application, settings: InterceptionSettings) -> AsyncIterator[str]:
+async def _listening(
+    app: web.Application, connections: Connections, settings: InterceptionSettings
+) -> AsyncIterator[str]:
     """Serves the ingress; yields its address as host:port."""
     runner = web.AppRunner(
         app,
         handler_cancellation=True,
         access_log=None,
         shutdown_timeout=1.0,
-        keepalive_timeout=75.0,
+        keepalive_timeout=IDLE_S,
+        # How long the rest of a body that was refused is read, so that its client sees the answer.
+        lingering_time=min(10.0, settings.body_timeout_s),
     )
     await runner.setup()
+    listener: asyncio.Server | None = None
     try:
+        if runner.server is None:
+            raise RuntimeError("the runner was set up")
         tls = None
         if settings.ingress_tls_cert is not None:
             tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             tls.load_cert_chain(settings.ingress_tls_cert, settings.ingress_tls_key)
-        site = web.TCPSite(
-            runner, settings.ingress_host, settings.ingress_port, backlog=4096, reuse_address=True, ssl_context=tls
-        )
         try:
-            await site.start()
+            # Not aiohttp's own site: every connection is under its limits from its first byte on.
+            listener = await asyncio.get_running_loop().create_server(
+                connections.factory(runner.server),
+                settings.ingress_host,
+                settings.ingress_port,
+                backlog=4096,
+                reuse_address=True,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else settings.header_timeout_s,
+            )
         except OSError as error:
             raise FailedPrecondition(
                 f"The ingress cannot listen on {settings.ingress_host}:{settings.ingress_port}: {error.strerror}."
                 " Stop the process that has it, or set ingress_port (0 takes a free one).",
                 reason="PORT_IN_USE",
             ) from error
-        host, port = runner.addresses[0][:2]
+        host, port = listener.sockets[0].getsockname()[:2]
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     finally:
+        if listener is not None:
+            listener.close()
         await runner.cleanup()
 
 

@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from penstock_codec.chat import Message, Sampling
+from penstock_codec.quick import quick
 from penstock_interception.budgets import Budgets, Spent
 from penstock_interception.completions import Completion, Failure
 from penstock_interception.graph.model import CallClass, Plan
@@ -50,10 +51,11 @@ class CallState(StrEnum):
     CANCELLED = "cancelled"
     EXPIRED = "expired"
 
-    @property
-    def terminal(self) -> bool:
-        """Whether it never changes again."""
-        return self not in (CallState.QUEUED, CallState.LEASED, CallState.DISPATCHED)
+    terminal: bool
+    """Whether it never changes again."""
+
+    def __init__(self, value: str) -> None:
+        self.terminal = value not in ("queued", "leased", "dispatched")
 
 
 class Answerer(StrEnum):
@@ -149,6 +151,7 @@ class Opening:
     sampling_override: Sampling = Sampling()  # noqa: RUF009 - immutable
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Where a call stands in its rollout's graph: kept when the plan with its tokens is not."""
@@ -167,6 +170,7 @@ class Prompt:
         )
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """What the ingress knows of a call when it comes in."""

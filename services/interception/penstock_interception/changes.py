@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock_codec.quick import quick
 from penstock_interception.calls import Call, CallState, Rollout
 
 KEPT = 8192
 READ_AT_ONCE = 1024
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class CallChange:
     """A call was opened or changed state."""

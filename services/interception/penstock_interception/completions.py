@@ -10,9 +10,11 @@ import hashlib
 from dataclasses import dataclass
 
 from penstock_codec.chat import FinishReason, Message, Role, Sampling, Usage
+from penstock_codec.quick import quick
 from penstock_interception.graph.model import FloatArray, IntArray, LogprobsMode, VersionSpan
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Tokens:
     """Sampled tokens: `ids` int32 and `logprobs` float32 of the same length, or no logprobs at all."""
@@ -32,6 +34,7 @@ class Timings:
     decode_s: float | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What an engine or a trainer answers a call with: tokens, or a message from a source that has none, or both."""

@@ -15,6 +15,7 @@ import re2
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_codec import Codec
 from penstock_codec.chat import FinishReason, Message, Tool, ToolCallPart, Usage
+from penstock_codec.quick import quick
 from penstock_interception.calls import Answerer, Call, Opening, Prompt
 from penstock_interception.completions import Completion, Tokens, violations_of
 from penstock_interception.graph import CommitRecord, Plan, Sampled, TokenGraph
@@ -24,6 +25,7 @@ from penstock_interception.ports import CompletionRefused, Recorded
 from penstock_interception.requests import ChatRequest, LinePattern, blank_volatile, hints_for
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
     """What the tokens of a completion say."""

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from penstock_codec.chat import Message
+from penstock_codec.quick import quick
 from penstock_interception.calls import Answerer, Call, Prompt, Rollout
 from penstock_interception.completions import Completion
 from penstock_interception.tools.model import HostTool
@@ -39,6 +40,7 @@ class Rejection:
     violations: tuple[str, ...] = ()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """A result that was taken. It counts once `committed` is done."""
@@ -47,6 +49,7 @@ class Accepted:
     committed: asyncio.Future[list[int]]
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """What an accepted completion became: the message for the agent, and the record that rebuilds it after a crash."""

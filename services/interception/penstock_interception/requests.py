@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from penstock_codec.chat import Message, Role, Sampling, TextPart, Tool, ToolChoice
+from penstock_codec.quick import quick
 from penstock_interception.calls import AgentHints
 from penstock_interception.graph.model import CallClass, CallHints
 
@@ -20,6 +21,7 @@ class LinePattern(Protocol):
     def sub(self, repl: str, text: str, /) -> str: ...
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A conversation to continue. `normalisations` say what of the body was changed or ignored, one sentence each."""
@@ -42,6 +44,12 @@ class ChatRequest:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tools_sha256", _digest(self.tools))
 
+    def without_content(self) -> ChatRequest:
+        """What of it a call needs that waits for its answer."""
+        return ChatRequest(
+            self.model, (), (), self.tool_choice, self.sampling, self.stream, self.include_usage, (), {}, self.echo
+        )
+
 
 def _digest(tools: Sequence[Tool]) -> bytes:
     if not tools:
@@ -54,12 +62,13 @@ def _digest(tools: Sequence[Tool]) -> bytes:
 
 def hints_for(request: ChatRequest, known: AgentHints, session: Sequence[tuple[str, str]]) -> CallHints:
     """What the agent's spec and headers say of this call."""
-    system = "\n".join(m.text for m in request.messages if m.role in (Role.SYSTEM, Role.DEVELOPER))
     call_class = None
-    if any(mark in system for mark in known.title_system_prompts):
-        call_class = CallClass.TITLE
-    elif any(mark in system for mark in known.compaction_system_prompts):
-        call_class = CallClass.COMPACTION
+    if known.title_system_prompts or known.compaction_system_prompts:
+        system = "\n".join(m.text for m in request.messages if m.role in (Role.SYSTEM, Role.DEVELOPER))
+        if any(mark in system for mark in known.title_system_prompts):
+            call_class = CallClass.TITLE
+        elif any(mark in system for mark in known.compaction_system_prompts):
+            call_class = CallClass.COMPACTION
     identity = ";".join(value for _, value in session)
     return CallHints(call_class=call_class, session=identity, max_tokens=request.sampling.max_tokens)
 

@@ -79,6 +79,15 @@ class InterceptionSettings(ServiceSettings):
     max_rollouts: int = Field(10_000, ge=1, description="rollouts open at once")
     max_open_calls: int = Field(64, ge=1, description="calls of one rollout that wait at once")
     max_body_bytes: int = Field(32 << 20, ge=1 << 10, le=32 << 20, description="largest request body of an agent")
+    header_timeout_s: float = Field(10.0, gt=0, description="seconds in which a request's line and headers come")
+    body_timeout_s: float = Field(60.0, gt=0, description="seconds in which a request's body comes")
+    write_timeout_s: float = Field(
+        30.0, gt=0, description="seconds in which a client takes 64 KiB of what is sent to it, or all of it"
+    )
+    max_header_bytes: int = Field(64 << 10, ge=1 << 10, le=1 << 20, description="a request's line and headers")
+    max_connections: int = Field(16_384, ge=1, description="connections of agents; the open files allow it")
+    max_peer_connections: int = Field(8192, ge=1, description="connections from one address: a relay has many agents'")
+    max_rollout_connections: int = Field(256, ge=1, description="connections of one rollout's agent")
     rejoin_grace_s: float = Field(30.0, ge=0, description="seconds that a call outlives its agent's last connection")
     resume_window_s: float = Field(30.0, ge=0, description="seconds that a lost session may be resumed")
     heartbeat_s: float = Field(15.0, gt=0, description="interval of heartbeats on trainers' streams")

@@ -223,13 +223,17 @@ class CallStore:
 
     def mark_told(self, call: Call) -> asyncio.Future[list[int]]:
         """The agent has the whole answer."""
-        return self._submit(
-            "UPDATE calls SET told = 1, http_attempts = ? WHERE call_id = ?", call.http_attempts, call.id
+        # Nothing waits for it: a crash before its commit is one before the answer's last byte was known to be out.
+        told: Statement = (
+            "UPDATE calls SET told = 1, http_attempts = ? WHERE call_id = ?",
+            (call.http_attempts, call.id),
         )
+        return self._submit_all([told], soon=False)
 
     async def settled(self) -> None:
         """Waits until everything written so far is committed, or refused (which is logged)."""
         if self._last is not None and not self._last.done():
+            self._journal.hurry()
             await asyncio.wait([self._last])
 
     # Reads -----------------------------------------------------------------------------------------------------------
@@ -291,8 +295,8 @@ class CallStore:
     def _submit(self, sql: str, *params: str | float | bytes | None) -> asyncio.Future[list[int]]:
         return self._submit_all([(sql, params)])
 
-    def _submit_all(self, statements: Sequence[Statement]) -> asyncio.Future[list[int]]:
-        written = self._journal.submit(statements)
+    def _submit_all(self, statements: Sequence[Statement], *, soon: bool = True) -> asyncio.Future[list[int]]:
+        written = self._journal.submit(statements, soon=soon)
         written.add_done_callback(_report)
         self._last = written
         return written
@@ -300,7 +304,7 @@ class CallStore:
 
 def _prompt_digest(call: Call) -> bytes | None:
     """Tells after a restart whether a lease was given for the prompt that is made then."""
-    return hashlib.sha256(call.plan.prompt_ids.tobytes()).digest() if call.plan is not None else None
+    return call.plan.prompt_sha256 if call.plan is not None else None
 
 
 def _report(written: asyncio.Future[list[int]]) -> None:

@@ -8,7 +8,6 @@ stalls nobody else (R32).
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -253,7 +252,7 @@ class Turns:
         sampling = _bounded(call.sampling, room)
         if lease is not None and not call.state.terminal:
             session, lease_id, digest = lease
-            if digest == hashlib.sha256(plan.prompt_ids.tobytes()).digest():
+            if digest == plan.prompt_sha256:
                 self.gate.restore_lease(call, plan, sampling, session, lease_id)
                 return
         self.gate.offer(call, plan, sampling)

@@ -8,6 +8,7 @@ own, so memory is bounded whatever a program writes. Appending happens on the ev
 from __future__ import annotations
 
 import os
+import secrets
 from collections import deque
 from pathlib import Path
 
@@ -15,10 +16,10 @@ _IN_MEMORY = 64 * 1024
 
 
 class Output:
-    """One stream of one process. ``path`` is where it spills; nothing is created before that."""
+    """One stream of one process. It spills into a file in ``spool``; nothing is created before that."""
 
-    def __init__(self, path: Path, limit: int, tail: int = 0) -> None:
-        self._path = path
+    def __init__(self, spool: Path, limit: int, tail: int = 0) -> None:
+        self._spool = spool
         self._limit = limit
         self._tail_limit = tail
         self._memory = bytearray()
@@ -77,9 +78,10 @@ class Output:
         self.total = 0
 
     def _spill(self) -> None:
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path = self._spool / secrets.token_hex(8)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         # Reached by its descriptor alone: whatever ends this service, the space comes back.
-        os.unlink(self._path)  # noqa: PTH108
+        path.unlink()
         _write_all(self._file, bytes(self._memory), 0)
         self._memory.clear()
 

@@ -4,7 +4,7 @@ Purpose: to start is not to watch. A process belongs to its sandbox, not to a ca
 
 Invariants
 - The same id with the same content is the same process; with other content it is refused.
-- Ended processes are kept for their watchers, the latest ``_KEPT`` of them.
+- Ended processes are kept for their watchers, the latest ``_KEPT`` of them at least.
 - Values of ``secret_env`` go into the process's environment and nowhere else.
 """
 
@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock_chassis.errors import (
@@ -30,6 +30,8 @@ from penstock_sandbox.model import Command, ProcessSpec, RunResult, Stream
 from penstock_sandbox.running import RunningProcess
 
 _KEPT = 256
+_BATCH = 16
+"""So many more are kept before they are looked through, for which every start would pay otherwise."""
 _RUNNING_LIMIT = 1024
 
 
@@ -41,6 +43,7 @@ class Processes:
         self._env = env
         self._spool = spool
         self._known: dict[str, RunningProcess] = {}
+        self._look_at = _KEPT + _BATCH
         # Fingerprints must not reveal a short secret to whoever reads memory dumps or logs of them.
         self._salt = secrets.token_bytes(16)
 
@@ -63,14 +66,16 @@ class Processes:
                 raise AlreadyExists("the process id belongs to another request", reason="PROCESS_ID_REUSED")
             await asyncio.shield(process.started)
             return process
-        await self._make_room()
+        forgotten = self._make_room()
         process = RunningProcess(spec, fingerprint, self._spool, tail)
         self._known[spec.id] = process
         # Shielded: a caller that gives up can come back and join by the same id.
-        await asyncio.shield(asyncio.ensure_future(self._start(process)))
+        await asyncio.shield(asyncio.ensure_future(self._start(process, forgotten)))
         return process
 
-    async def _start(self, process: RunningProcess) -> None:
+    async def _start(self, process: RunningProcess, forgotten: Sequence[RunningProcess]) -> None:
+        for ended in forgotten:
+            await ended.aclose()
         command = process.spec.command
         argv = command.argv if command.shell is None else ("/bin/bash", "-c", command.shell)
         cwd = command.cwd if command.cwd.startswith("/") else f"{self._handle.workdir}/{command.cwd}".rstrip("/")
@@ -142,16 +147,18 @@ class Processes:
         for process in self._known.values():
             await process.aclose()
 
-    async def _make_room(self) -> None:
-        if len(self._known) < min(_KEPT, _RUNNING_LIMIT):
-            return
+    def _make_room(self) -> list[RunningProcess]:
+        """Take out what is kept too long; the caller closes it."""
+        if len(self._known) < self._look_at:
+            return []
         ended = [key for key, process in self._known.items() if process.exit is not None]
         if len(self._known) - len(ended) >= _RUNNING_LIMIT:
             raise ResourceExhausted(
                 "too many running processes in this sandbox", reason="PROCESS_LIMIT", retry_after_s=1
             )
-        for key in ended[: max(0, len(ended) - _KEPT)]:
-            await self._known.pop(key).aclose()
+        oldest = [self._known.pop(key) for key in ended[: max(0, len(ended) - _KEPT)]]
+        self._look_at = min(len(self._known) + _BATCH, _RUNNING_LIMIT)
+        return oldest
 
     def _fingerprint(self, spec: ProcessSpec, stdin: bytes | None) -> bytes:
         command = spec.command

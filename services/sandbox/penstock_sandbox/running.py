@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -42,10 +41,7 @@ class RunningProcess(ProcessSink):
         self.fingerprint = fingerprint
         self.started_at = time.time()
         self.exit: Exit | None = None
-        self.outputs = {
-            stream: Output(spool / f"{secrets.token_hex(8)}.{stream.name.lower()}", spec.output_limit, tail)
-            for stream in Stream
-        }
+        self.outputs = {stream: Output(spool, spec.output_limit, tail) for stream in Stream}
         self.stdin_offset = 0
         self.stdin_open = spec.stdin or spec.pty is not None
         self.stdin_lock = asyncio.Lock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -17,7 +17,7 @@ from penstock.sandbox.v1 import file_service_pb2 as fs
 from penstock.sandbox.v1 import process_service_pb2 as ps
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
-from penstock_chassis.channel import error_from_rpc
+from penstock_chassis.channel import error_from_rpc, upload
 from penstock_chassis.errors import PenstockError
 
 
@@ -146,7 +146,8 @@ class Box:
                 else:
                     yield ps.WriteStdinRequest(data=frame)
 
-        return (await self.service.processes.WriteStdin(requests(), timeout=30)).offset
+        answer = await upload(self.service.processes.WriteStdin, requests, timeout=30)
+        return cast(int, answer.offset)
 
     async def write(
         self, path: str, content: bytes, mode: int | None = None, sha256: bytes = b"", end: bool = True
@@ -162,7 +163,7 @@ class Box:
             if end:
                 yield fs.WriteFileRequest(end=fs.WriteFileRequest.WriteFileEnd(sha256=sha256))
 
-        return await self.service.files.WriteFile(requests(), timeout=120)
+        return cast(fs.WriteFileResponse, await upload(self.service.files.WriteFile, requests, timeout=120))
 
     async def read(self, path: str, **options: Any) -> tuple[bytes, bytes]:
         """A file's content and the digest that came with it."""
@@ -182,7 +183,7 @@ class Box:
                 yield fs.WriteTreeRequest(tar_chunk=archive[begin : begin + 256 * 1024])
             yield fs.WriteTreeRequest(end=fs.WriteTreeRequest.WriteTreeEnd())
 
-        return await self.service.files.WriteTree(requests(), timeout=120)
+        return cast(fs.WriteTreeResponse, await upload(self.service.files.WriteTree, requests, timeout=120))
 
 
 def command(

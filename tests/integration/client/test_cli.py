@@ -348,5 +348,5 @@ async def test_serve_runs_one_service_and_passes_its_arguments_on() -> None:
 
 async def test_version_names_what_is_installed() -> None:
     """One line for each distribution."""
-    code, out, _ = await penstock("version")
+    code, out, _ = await penstock("--version")
     assert code == 0 and "penstock-protos 0" in out

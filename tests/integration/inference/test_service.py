@@ -18,6 +18,7 @@ from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.auth import Role
+from penstock_chassis.channel import upload
 from penstock_chassis.errors import PenstockError
 from penstock_codec import tiny
 from penstock_codec.codec import Codec
@@ -213,7 +214,8 @@ async def test_a_push_may_be_repeated_when_its_answer_was_lost(
         assert (await stub.UpdateWeights(push(other_weights, 7))).policy_version == 7
         assert (await stub.UpdateWeights(announced())).policy_version == 7
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.UpdateWeights(push((model_dir / "model.safetensors").read_bytes(), 7))
+            own = (model_dir / "model.safetensors").read_bytes()
+            await upload(stub.UpdateWeights, lambda: push(own, 7), timeout=60)
         assert failure(caught.value).reason == "POLICY_VERSION_NOT_NEWER"
 
 
@@ -278,7 +280,7 @@ async def test_a_push_that_fails_changes_nothing_and_keeps_nobody_out(
     async with served(model_dir, **limits) as stub:
         before = await completion_bytes(stub)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.UpdateWeights(attempts[flaw]())
+            await upload(stub.UpdateWeights, attempts[flaw], timeout=60)
         assert failure(caught.value).reason == reason
         assert (await stub.GetInfo(pb.GetInfoRequest())).policy_version == 0
         assert await completion_bytes(stub) == before

@@ -274,6 +274,15 @@ async def test_a_large_conversation_is_read_and_tokenised_off_the_loop_with_the_
     assert (await task).choices[0].message.content == "many"
 
 
+async def test_a_conversation_of_many_short_messages_is_read_off_the_loop_with_the_same_result(service: Any) -> None:
+    """R32: it is its 3,000 messages that make a body of 150 kB slow to read, not its bytes."""
+    rollout, trainer = await service.open(), await service.trainer()
+    turns = [ASK[0], {"role": "assistant", "content": "ok"}] * 1500
+    task = asking(rollout, messages=[*turns, *ASK])
+    await trainer.answer("many")
+    assert (await task).choices[0].message.content == "many"
+
+
 async def test_the_watch_tells_each_change_in_order_and_resumes(service: Any) -> None:
     """Each state is an event; a watch taken up at a position misses nothing and ends with its rollout."""
     from penstock.interception.v1 import rollout_gate_service_pb2 as gate

@@ -228,6 +228,20 @@ async def test_an_offer_is_refused_for(start: Any, tool: chat_pb2.Tool, reason: 
         assert (await agent.list_tools()).tools == []
 
 
+async def test_a_session_offers_to_64_selectors_and_may_then_only_replace_or_withdraw(service: Any) -> None:
+    """R23, R26: each selector is looked at whenever a rollout is opened, so a session does not heap them up."""
+    trainer = await service.trainer()
+    for number in range(64):
+        await register(service, trainer, group_id=f"g{number}")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await register(service, trainer, group_id="one-more")
+    assert from_rpc_error(refused.value).reason == "TOOL_OFFER_LIMIT"
+    await register(service, trainer, lookup("other"), group_id="g7")
+    withdrawn = pb.RegisterToolsRequest(session_id=trainer.session_id, selector=pb.CallSelector(group_id="g8"))
+    await service.intercept.RegisterTools(withdrawn)
+    await register(service, trainer, group_id="one-more")
+
+
 async def test_tools_of_a_session_that_is_none_are_refused(service: Any) -> None:
     """R15: tools belong to a session."""
     request = pb.RegisterToolsRequest(session_id="nobody", tools=[lookup()])

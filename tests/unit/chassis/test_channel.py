@@ -1,7 +1,7 @@
 """Channels between services, in clear on loopback and over TLS."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import trustme
 
 from penstock_chassis.auth import Authenticator, Role
-from penstock_chassis.channel import connect, error_from_rpc, streaming, typed_errors
+from penstock_chassis.channel import connect, error_from_rpc, streaming, typed_errors, upload
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from penstock_chassis.server import Server, Service
 from penstock_chassis.testing import serve
@@ -189,3 +189,48 @@ async def test_a_stream_that_fails_raises_the_typed_error(registration: Any, ech
         with pytest.raises(NotFound), streaming(rpc(b"x")) as events:
             async for _ in events:
                 pass
+
+
+async def test_an_upload_that_is_refused_while_it_is_sent_hears_why_each_time() -> None:
+    """R44: grpc.aio forgets, now and then, what a stream was refused with that it was still writing to."""
+
+    async def refuse(requests: AsyncIterator[bytes], context: Any) -> bytes:
+        await anext(aiter(requests))
+        await context.abort(grpc.StatusCode.NOT_FOUND, "no such place")
+        raise AssertionError("abort raises")
+
+    async def frames() -> AsyncIterator[bytes]:
+        for size in range(50):
+            yield bytes(size)
+
+    server = grpc.aio.server()
+    handler: Any = grpc.stream_unary_rpc_method_handler(refuse)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.T", {"Put": handler}),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            method: Any = channel.stream_unary("/t.T/Put")
+            for _ in range(300):
+                with pytest.raises(NotFound), typed_errors():
+                    await upload(method, frames, timeout=10)
+    finally:
+        await server.stop(None)
+
+
+@pytest.mark.parametrize(("losses", "expected"), [(0, NotFound), (2, NotFound), (3, Unavailable)])
+async def test_an_upload_is_sent_again_twice_where_its_answer_was_forgotten(losses: int, expected: type) -> None:
+    """R44, R4: the peer's own word counts, and no word is not asked for without end."""
+    sent: list[list[bytes]] = []
+
+    async def method(requests: Iterator[bytes], timeout: float | None) -> bytes:
+        sent.append(list(requests))
+        lost = len(sent) <= losses
+        code, details = (
+            (grpc.StatusCode.INTERNAL, "Internal error from Core") if lost else (grpc.StatusCode.NOT_FOUND, "")
+        )
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+    with pytest.raises(expected), typed_errors():
+        await upload(method, lambda: iter([b"a", b"b"]), timeout=1)
+    assert sent == [[b"a", b"b"]] * min(losses + 1, 3)

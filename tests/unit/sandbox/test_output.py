@@ -23,7 +23,7 @@ def test_what_is_kept_is_the_beginning_and_what_is_shown_is_both_ends(
     """R26: nothing is dropped silently."""
     whole = b"".join(pieces)
     with TemporaryDirectory() as folder:
-        output = Output(Path(folder) / "spool", limit, tail)
+        output = Output(Path(folder), limit, tail)
         for piece in pieces:
             output.append(piece)
         assert output.total == len(whole)
@@ -40,7 +40,7 @@ def test_what_is_kept_is_the_beginning_and_what_is_shown_is_both_ends(
 
 def test_small_outputs_never_touch_the_disk(tmp_path: Path) -> None:
     """R23"""
-    output = Output(tmp_path / "absent" / "spool", 10**9)
+    output = Output(tmp_path / "absent", 10**9)
     output.append(b"x" * 65_536)
     assert output.read(0, 10) == b"x" * 10
     output.close()

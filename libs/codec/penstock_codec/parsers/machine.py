@@ -15,7 +15,8 @@ from typing import TypeAlias
 from penstock_codec.chat import FinishReason, Message, Part, ReasoningPart, Role, TextPart, Tool, ToolCallPart
 from penstock_codec.decoding import Detokenizer
 from penstock_codec.parsers.grammar import Grammar, Mark
-from penstock_codec.parsers.scanner import Markup, MarkupScanner
+from penstock_codec.parsers.scanner import Markup, MarkupScanner, MarkupTexts
+from penstock_codec.quick import quick
 from penstock_codec.tool_json import MAX_CALL_CHARS, CallText, JsonTracker, Malformed
 
 MAX_CALLS = 128
@@ -30,6 +31,7 @@ class MalformedCall:
     reason: str
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ParsedCompletion:
     """What a completion says. `malformed` calls are part of the message's text."""
@@ -39,6 +41,7 @@ class ParsedCompletion:
     malformed: tuple[MalformedCall, ...] = ()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TextDelta:
     """More visible text."""
@@ -46,6 +49,7 @@ class TextDelta:
     text: str
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
     """More reasoning."""
@@ -53,6 +57,7 @@ class ReasoningDelta:
     text: str
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
     """A whole tool call, the `index`-th of the completion: announced once it is known to be well formed."""
@@ -74,13 +79,29 @@ class Vocabulary:
     size: int
 
 
+class Reading:
+    """What parsers of one grammar over one vocabulary share, made once. Immutable."""
+
+    __slots__ = ("grammar", "ids", "is_text", "stops", "texts")
+
+    def __init__(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
+        self.grammar = grammar
+        # Markup by its id, as far as the grammar knows it.
+        self.ids = {index: Markup(text) for index, text in vocabulary.markup_ids.items() if text in grammar.marks}
+        # Markup that has no id of its own.
+        self.texts = MarkupTexts(grammar.marks.keys() - {item.text for item in self.ids.values()})
+        # For each id of the vocabulary, whether it is text.
+        silent = vocabulary.silent_ids | self.ids.keys()
+        self.is_text = bytes(index not in silent for index in range(vocabulary.size))
+        self.stops = vocabulary.stop_ids
+
+
 class CompletionParser:
     """Reads one completion. Feed it ids, then finish it; the deltas add up to the message."""
 
     def __init__(
         self,
-        grammar: Grammar,
-        vocabulary: Vocabulary,
+        reading: Reading,
         detokenizer: Detokenizer,
         *,
         tools: Sequence[Tool] = (),
@@ -92,13 +113,12 @@ class CompletionParser:
         `tools` are those of the request: families that write values without types take the types from them. `call_id`
         makes ids for calls without one; the grammar's own by default.
         """
-        self._grammar = grammar
-        self._vocabulary = vocabulary
+        self._grammar = grammar = reading.grammar
+        self._reading = reading
         self._text = detokenizer.stream()
         self._tools = tools
         self._call_id = call_id or grammar.new_call_id
-        self._markup = {index: Markup(text) for index, text in vocabulary.markup_ids.items() if text in grammar.marks}
-        self._scanner = MarkupScanner(grammar.marks.keys() - {item.text for item in self._markup.values()})
+        self._scanner = MarkupScanner(reading.texts)
         self._state = _State.THINK if reasoning_open else _State.CONTENT
         self._parts: list[Part] = []
         self._malformed: list[MalformedCall] = []
@@ -119,13 +139,15 @@ class CompletionParser:
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
         """Take the next ids; answer what became certain."""
+        reading = self._reading
+        is_text, size = reading.is_text, len(reading.is_text)
         run: list[int] = []
         for index in ids:
-            self._stopped = index in self._vocabulary.stop_ids
-            markup = self._markup.get(index)
+            if 0 <= index < size and is_text[index]:
+                run.append(index)
+                continue
+            markup = reading.ids.get(index)
             if markup is None:
-                if index not in self._vocabulary.silent_ids and 0 <= index < self._vocabulary.size:
-                    run.append(index)
                 continue
             self._take_text(self._text.push(run) + self._text.flush())
             run.clear()
@@ -134,6 +156,8 @@ class CompletionParser:
             self._take(markup)
         if run:
             self._take_text(self._text.push(run))
+        if len(ids):
+            self._stopped = ids[-1] in reading.stops
         deltas, self._deltas = self._deltas, []
         return deltas
 

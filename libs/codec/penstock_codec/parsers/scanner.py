@@ -14,25 +14,36 @@ class Markup:
     text: str
 
 
+class MarkupTexts:
+    """The markup to look for, ready to be looked for: the same for all completions of a model."""
+
+    __slots__ = ("all", "firsts", "found", "longest")
+
+    def __init__(self, markup: Iterable[str]) -> None:
+        self.all = sorted(markup, key=len, reverse=True)
+        self.found = re.compile("|".join(map(re.escape, self.all)))
+        self.longest = len(self.all[0]) if self.all else 0
+        self.firsts = frozenset(text[0] for text in self.all)
+
+
 class MarkupScanner:
     """Takes text in pieces; tells markup from text, and holds back what may yet become markup."""
 
-    def __init__(self, markup: Iterable[str]) -> None:
-        self._markup = sorted(markup, key=len, reverse=True)
-        self._found = re.compile("|".join(map(re.escape, self._markup)))
-        self._longest = len(self._markup[0]) if self._markup else 0
-        self._firsts = frozenset(text[0] for text in self._markup)
+    __slots__ = ("_held", "_texts")
+
+    def __init__(self, texts: MarkupTexts) -> None:
+        self._texts = texts
         self._held = ""
 
     def push(self, text: str) -> Iterator[Markup | str]:
         """What is certain with the next piece."""
-        if not self._markup:
+        if not self._texts.all:
             if text:
                 yield text
             return
         text = self._held + text
         at = 0
-        for match in self._found.finditer(text):
+        for match in self._texts.found.finditer(text):
             if match.start() > at:
                 yield text[at : match.start()]
             yield Markup(match.group())
@@ -50,7 +61,8 @@ class MarkupScanner:
 
     def _may_begin(self, text: str, start: int) -> int:
         """Where the end of the text that may be the beginning of markup starts."""
-        for at in range(max(start, len(text) - self._longest + 1), len(text)):
-            if text[at] in self._firsts and any(item.startswith(text[at:]) for item in self._markup):
+        texts = self._texts
+        for at in range(max(start, len(text) - texts.longest + 1), len(text)):
+            if text[at] in texts.firsts and any(item.startswith(text[at:]) for item in texts.all):
                 return at
         return len(text)

@@ -23,7 +23,7 @@ from penstock.sandbox.v1 import (
     toolbox_service_pb2,
     toolbox_service_pb2_grpc,
 )
-from penstock_chassis.channel import error_from_rpc, typed_errors
+from penstock_chassis.channel import error_from_rpc, typed_errors, upload
 from penstock_chassis.errors import (
     FailedPrecondition,
     Internal,
@@ -190,7 +190,7 @@ class GrpcSandboxes:
             yield file_service_pb2.WriteTreeRequest(end=file_service_pb2.WriteTreeRequest.WriteTreeEnd())
 
         with typed_errors():
-            await self._files.WriteTree(frames(), timeout=CALL_S)
+            await upload(self._files.WriteTree, frames, timeout=CALL_S)
 
     async def _write_file(self, sandbox_id: str, file: FileToWrite) -> None:
         def frames() -> Iterator[file_service_pb2.WriteFileRequest]:
@@ -204,7 +204,7 @@ class GrpcSandboxes:
             yield file_service_pb2.WriteFileRequest(end=file_service_pb2.WriteFileRequest.WriteFileEnd())
 
         with typed_errors():
-            await self._files.WriteFile(frames(), timeout=CALL_S)
+            await upload(self._files.WriteFile, frames, timeout=CALL_S)
 
     async def remove(self, sandbox_id: str, path: str) -> None:
         """See ports.Sandboxes."""
@@ -257,7 +257,7 @@ class GrpcSandboxes:
 
         try:
             with typed_errors():
-                await self._processes.WriteStdin(frames(), timeout=CALL_S)
+                await upload(self._processes.WriteStdin, frames, timeout=CALL_S)
         except FailedPrecondition as error:
             # The program closed its input or is gone already: its exit says what there is to say.
             if error.reason not in ("STDIN_CLOSED", "STDIN_NOT_OPEN"):

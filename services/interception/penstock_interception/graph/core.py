@@ -39,7 +39,7 @@ from penstock_interception.graph.model import (
     SamplePolicy,
 )
 from penstock_interception.graph.paths import NO_TOKENS, common_prefix, path_ids
-from penstock_interception.graph.record import CommitRecord, chain_next, chain_start
+from penstock_interception.graph.record import CommitRecord, chain_next, chain_start, chain_step
 from penstock_interception.graph.validation import check_sampled
 
 MIN_SHARED = 64  # a new root that shares fewer tokens with another line is cheaper stored on its own
@@ -147,7 +147,7 @@ class TokenGraph:
             hinted=plan.hints.call_class is not None,
             session=plan.hints.session,
             reason=reason,
-            chain=chain_next(self.chain_head, call_id, plan.prompt_ids, sampled),
+            chain=chain_step(self.chain_head, call_id, plan.prompt_sha256, sampled),
         )
         self._apply(record)
         return record

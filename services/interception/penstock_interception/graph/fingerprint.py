@@ -22,12 +22,17 @@ SIZE = 16
 KNOWN_REPLIES = 4096
 _INLINE_THINKING = re.compile(r"^\s*<think>.*?</think>", re.DOTALL)
 _SAFE_INTEGER = 2**53
+_LENGTHS = [struct.Struct(f"<{count + 1}Q") for count in range(256)]
 
 
 def digest(*parts: bytes) -> bytes:
     """A 16-byte digest of a list of byte strings, each delimited by its length."""
-    lengths = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
-    return hashlib.blake2b(lengths + b"".join(parts), digest_size=SIZE).digest()
+    count = len(parts)
+    lengths = _LENGTHS[count] if count < len(_LENGTHS) else struct.Struct(f"<{count + 1}Q")
+    return hashlib.blake2b(lengths.pack(count, *map(len, parts)) + b"".join(parts), digest_size=SIZE).digest()
+
+
+_NO_KWARGS = digest(b"{}")
 
 
 class Fingerprints:
@@ -43,8 +48,10 @@ class Fingerprints:
         if message.role is not Role.ASSISTANT:
             return _context_key(message, self._with_call_ids)
         calls = message.tool_calls
-        written = [part for call in calls for part in (call.id, call.name, call.arguments_json)]
-        raw = digest(*[_utf8(part) for part in (message.text, *written)])
+        written = [message.text]
+        for call in calls:
+            written += (call.id, call.name, call.arguments_json)
+        raw = digest(*map(_utf8, written))
         key = self._known.get(raw)
         if key is None:
             parts = [part for call in calls for part in _call_parts(call, self._with_call_ids)]
@@ -75,16 +82,19 @@ def prompt_key(
     states: Sequence[bytes],
     keys: Sequence[bytes],
 ) -> PromptKey:
-    """The fingerprints of a whole prompt; `states` from `history_states`, `keys` one per message."""
+    """The fingerprints of a whole prompt; `states` begin with that of the tools, `keys` are one per message."""
     leading = 0
     while leading < len(messages) and messages[leading].role in (Role.SYSTEM, Role.DEVELOPER):
         leading += 1
     first_user = next((keys[i] for i in range(leading, len(messages)) if messages[i].role is Role.USER), b"")
+    kwargs = _NO_KWARGS
+    if template_kwargs:
+        kwargs = digest(json.dumps(template_kwargs, sort_keys=True, default=repr).encode())
     return PromptKey(
         state=states[-1],
         bare=digest(*keys),
-        tools=tools_key(tools),
-        kwargs=digest(json.dumps(template_kwargs, sort_keys=True, default=repr).encode()),
+        tools=states[0],
+        kwargs=kwargs,
         system=digest(*keys[:leading]),
         first_user=first_user,
         messages=len(messages),
@@ -130,9 +140,12 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
 def _context_key(message: Message, with_call_ids: bool) -> bytes:
+    parts = message.parts
+    if len(parts) == 1 and type(parts[0]) is TextPart:  # as below, for what most messages are
+        return digest(_utf8(message.role.value), _utf8(message.name), _utf8(parts[0].text))
     text: list[str] = []
     others: list[str] = []
-    for part in message.parts:
+    for part in parts:
         if isinstance(part, TextPart):
             text.append(part.text)
         elif isinstance(part, ImagePart):
@@ -140,8 +153,7 @@ def _context_key(message: Message, with_call_ids: bool) -> bytes:
         elif isinstance(part, ToolResultPart):
             others.extend(("result", part.call_id if with_call_ids else "", part.text))
             others.extend(image.ref for image in part.images)
-    parts = (message.role.value, message.name, "".join(text), *others)
-    return digest(*[_utf8(part) for part in parts])
+    return digest(*[_utf8(part) for part in (message.role.value, message.name, "".join(text), *others)])
 
 
 def _call_parts(call: ToolCallPart, with_call_ids: bool) -> tuple[bytes, bytes, bytes]:

@@ -5,6 +5,8 @@ Token ids are int32, logprobs float32 (natural logarithms, finite, <= 0). Spans 
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -12,10 +14,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock_codec.chat import FinishReason, Message, Sampling
+from penstock_codec.quick import quick
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 MaskArray = NDArray[np.uint8]
+_LITTLE = sys.byteorder == "little"
+
+
+def little_endian(array: IntArray | FloatArray) -> bytes:
+    """The array's bytes as journals, chains and wires have them."""
+    if _LITTLE:
+        return array.tobytes()
+    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 class CallClass(StrEnum):
@@ -38,6 +49,7 @@ class LogprobsMode(StrEnum):
     SCRIPTED = "scripted"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class CallHints:
     """What the ingress knows about a call beside its messages.
@@ -51,6 +63,7 @@ class CallHints:
     max_tokens: int | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """The weights' version that sampled tokens [start, end)."""
@@ -60,6 +73,7 @@ class VersionSpan:
     end: int
 
 
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """One completion as it was delivered, with the message that the codec parsed from it.
@@ -86,6 +100,7 @@ class Sampled:
         return 0 if self.token_ids is None else int(self.token_ids.size)
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class PromptKey:
     """A prompt's fingerprints: 16-byte digests, equal when what a template shows is equal.
@@ -103,6 +118,7 @@ class PromptKey:
     has_tools: bool
 
 
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Where a call would go in the graph and what the engine is asked. Making one changes nothing.
@@ -124,8 +140,14 @@ class Plan:
     reason: str
     key: PromptKey
     hints: CallHints
+    # Of the prompt's ids as little-endian int32: the chain and the journal both name a prompt by it.
+    prompt_sha256: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_sha256", hashlib.sha256(little_endian(self.prompt_ids)).digest())
 
 
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class CallNode:
     """One committed call: the tokens that it added, and a link to the path that it continues.

@@ -11,11 +11,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import struct
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+import orjson
 
 from penstock_chassis.errors import DataLoss
 from penstock_codec.chat import (
@@ -28,23 +30,25 @@ from penstock_codec.chat import (
     TextPart,
     ToolCallPart,
 )
+from penstock_codec.quick import quick
 from penstock_interception.graph.model import (
     CallClass,
-    FloatArray,
     IntArray,
     LogprobsMode,
     PromptKey,
     Sampled,
     VersionSpan,
+    little_endian,
 )
 
 MAGIC = b"PTG1"
 _HEAD = struct.Struct("<4sI")
 # The fields of these hold plain values: `asdict`, which copies each deeply, would cost more than the rest of a record.
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
-_KEY_FIELDS = tuple(field.name for field in fields(PromptKey))
+_CHAIN = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 
+@quick
 @dataclass(frozen=True, slots=True, eq=False)
 class CommitRecord:
     """One commit. `chain` is the head after it; the other fields are CallNode's."""
@@ -64,7 +68,7 @@ class CommitRecord:
 
     def to_bytes(self) -> bytes:
         """The record for a journal."""
-        sampled = self.sampled
+        sampled, key = self.sampled, self.key
         header = {
             "call_id": self.call_id,
             "branch_id": self.branch_id,
@@ -82,17 +86,26 @@ class CommitRecord:
             "engine_version": sampled.engine_version,
             "injected": sampled.injected,
             "usable": sampled.usable,
-            "key": {name: _plain(getattr(self.key, name)) for name in _KEY_FIELDS},
+            "key": {
+                "state": key.state.hex(),
+                "bare": key.bare.hex(),
+                "tools": key.tools.hex(),
+                "kwargs": key.kwargs.hex(),
+                "system": key.system.hex(),
+                "first_user": key.first_user.hex(),
+                "messages": key.messages,
+                "has_tools": key.has_tools,
+            },
             "call_class": self.call_class,
             "hinted": self.hinted,
             "session": self.session,
             "reason": self.reason,
             "chain": self.chain.hex(),
         }
-        text = json.dumps(header, separators=(",", ":")).encode()
+        text = _header(header, sampled.sampling_used)
         arrays = (self.suffix, sampled.token_ids, sampled.logprobs)
         return b"".join(
-            [_HEAD.pack(MAGIC, len(text)), text, *(_little(array) for array in arrays if array is not None)]
+            [_HEAD.pack(MAGIC, len(text)), text, *(little_endian(array) for array in arrays if array is not None)]
         )
 
     @classmethod
@@ -160,25 +173,32 @@ def chain_start(rollout_id: str) -> bytes:
 
 def chain_next(head: bytes, call_id: str, prompt_ids: IntArray, sampled: Sampled) -> bytes:
     """The head after a call."""
+    return chain_step(head, call_id, hashlib.sha256(little_endian(prompt_ids)).digest(), sampled)
+
+
+def chain_step(head: bytes, call_id: str, prompt_sha256: bytes, sampled: Sampled) -> bytes:
+    """As `chain_next`, of a prompt whose digest is known."""
     facts = {
         "call_id": call_id,
         "versions": [[span.policy_version, span.start, span.end] for span in sampled.versions],
         "logprobs_mode": sampled.logprobs_mode,
         "sampling_used": _sampling_to_json(sampled.sampling_used),
     }
-    state = hashlib.sha256(head)
-    for array in (prompt_ids, sampled.token_ids, sampled.logprobs):
-        state.update(hashlib.sha256(b"" if array is None else _little(array)).digest())
-    state.update(json.dumps(facts, sort_keys=True, separators=(",", ":")).encode())
+    state = hashlib.sha256(head + prompt_sha256)
+    for array in (sampled.token_ids, sampled.logprobs):
+        state.update(hashlib.sha256(b"" if array is None else little_endian(array)).digest())
+    state.update(_CHAIN.encode(facts).encode())
     return state.digest()
 
 
-def _plain(value: Any) -> Any:
-    return value.hex() if isinstance(value, bytes) else value
-
-
-def _little(array: IntArray | FloatArray) -> bytes:
-    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+def _header(header: dict[str, Any], sampling: Sampling | None) -> bytes:
+    numbers = () if sampling is None else [getattr(sampling, name) for name in _SAMPLING_FIELDS]
+    if all(math.isfinite(number) for number in numbers if isinstance(number, float)):
+        try:
+            return orjson.dumps(header)
+        except TypeError:  # half a surrogate pair, or a number beyond 64 bits
+            pass
+    return json.dumps(header, separators=(",", ":")).encode()
 
 
 def _part_to_json(part: Part) -> dict[str, Any]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_codec.chat import Role
 from penstock_interception.graph.model import Sampled
+
+# Straight from numpy's own loops: `min` and `max` cost several times as much for the few tokens of a turn.
+_LEAST = np.minimum.reduce
+_MOST = np.maximum.reduce
 
 
 def check_sampled(sampled: Sampled, vocab_size: int | None) -> None:
@@ -33,17 +39,19 @@ def _violations(sampled: Sampled, vocab_size: int | None) -> list[Violation]:
         return found
     if ids.dtype != np.int32 or ids.ndim != 1:
         found.append(Violation("span.token_ids", "token ids are a flat int32 array"))
-    elif ids.size and vocab_size is not None and (ids.min() < 0 or ids.max() >= vocab_size):
+    elif ids.size and vocab_size is not None and (_LEAST(ids) < 0 or _MOST(ids) >= vocab_size):
         found.append(Violation("span.token_ids", f"token ids are from 0 to {vocab_size - 1}"))
     if logprobs is not None:
         if logprobs.dtype != np.float32 or logprobs.ndim != 1:
             found.append(Violation("span.logprobs", "logprobs are a flat float32 array"))
         elif logprobs.size != ids.size:
             found.append(Violation("span.logprobs", f"{logprobs.size} logprobs for {ids.size} token ids"))
-        elif not np.isfinite(logprobs).all():
-            found.append(Violation("span.logprobs", "every logprob is finite"))
-        elif logprobs.size and logprobs.max() > 0:
-            found.append(Violation("span.logprobs", "every logprob is at most 0"))
+        elif logprobs.size:
+            least, most = _LEAST(logprobs), _MOST(logprobs)  # a NaN anywhere is both
+            if not (math.isfinite(least) and math.isfinite(most)):
+                found.append(Violation("span.logprobs", "every logprob is finite"))
+            elif most > 0:
+                found.append(Violation("span.logprobs", "every logprob is at most 0"))
         if sampled.logprobs_mode is None:
             found.append(Violation("span.logprobs_mode", "logprobs come with their mode"))
     at = 0

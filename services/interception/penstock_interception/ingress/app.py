@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import structlog
@@ -19,6 +19,7 @@ from penstock_chassis.errors import PenstockError
 from penstock_codec import CodecError
 from penstock_interception.calls import Arrival, Call, CallState, Mode, Rollout
 from penstock_interception.ingress import mcp, outcomes
+from penstock_interception.ingress.connections import BrokenBody, Connections, TooSlow
 from penstock_interception.ingress.dialect import Ask, BadRequest, DialectCodec, Problem, Route
 from penstock_interception.ingress.joining import identify, same_call
 from penstock_interception.ingress.passthrough import Passthrough
@@ -31,8 +32,11 @@ _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 MAX_SESSION_HEADER = 256
-# About 2 ms of parsing; what is larger is read in a thread.
+# What takes longer than about 3 ms to read is read in a thread: it is the objects of a body that cost, 5 to 10 us each,
+# and then its bytes. Small bodies are not counted.
 INLINE_BODY_BYTES = 256 << 10
+INLINE_OBJECTS = 512
+UNCOUNTED_BYTES = 12 << 10
 _JSON: Final = "application/json"
 _STREAM_HEADERS: Final = {
     "cache-control": "no-cache, no-transform",
@@ -57,6 +61,7 @@ class Ingress:
         turns: Turns,
         dialects: Iterable[DialectCodec],
         passthrough: Passthrough,
+        connections: Connections,
         limits: IngressLimits | None = None,
     ) -> None:
         """The first of the dialects is asked last, and says no where no other does."""
@@ -64,15 +69,19 @@ class Ingress:
         self._fallback, *others = dialects
         self._dialects = (*others, self._fallback)
         self._passthrough = passthrough
+        self._connections = connections
         self._limits = limits or IngressLimits()
-        self._mcp = mcp.McpServer(turns, first_byte_s=self._limits.first_byte_s, keep_alive_s=self._limits.keep_alive_s)
+        self._mcp = mcp.McpServer(
+            turns, connections, first_byte_s=self._limits.first_byte_s, keep_alive_s=self._limits.keep_alive_s
+        )
 
     def app(self) -> web.Application:
         """The application, to be run with handler cancellation."""
         app = web.Application(client_max_size=self._limits.max_body_bytes)
-        app.router.add_get("/health", _alive)
-        app.router.add_route("*", "/rollout/{rollout_id}{path:/.*}", self._rollout)
-        app.router.add_route("*", "/{path:.*}", self._elsewhere)
+        tracked = self._connections.tracked
+        app.router.add_get("/health", tracked(_alive))
+        app.router.add_route("*", "/rollout/{rollout_id}{path:/.*}", tracked(self._rollout))
+        app.router.add_route("*", "/{path:.*}", tracked(self._elsewhere))
         return app
 
     async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
@@ -82,10 +91,12 @@ class Ingress:
         path = request.match_info["path"]
         nearest = self._nearest(path)
         rollout = self._turns.gate.authorise(request.match_info["rollout_id"], _credential(request))
-        if path == mcp.PATH:
-            return self._mcp.unauthorised() if rollout is None else await self._mcp.serve(request, rollout)
         if rollout is None:
-            return _problem(nearest, outcomes.UNAUTHORISED)
+            return self._mcp.unauthorised() if path == mcp.PATH else _problem(nearest, outcomes.UNAUTHORISED)
+        if not self._connections.claim(request, rollout.id):
+            return _last(_problem(nearest, outcomes.TOO_MANY_CONNECTIONS))
+        if path == mcp.PATH:
+            return await self._mcp.serve(request, rollout)
         dialect, route = nearest, None
         try:
             if rollout.opening.mode is Mode.BLACK_BOX:
@@ -102,6 +113,10 @@ class Ingress:
             return _problem(dialect, outcomes.of_conversation(error))
         except web.HTTPRequestEntityTooLarge:
             return _problem(dialect, outcomes.TOO_LARGE)
+        except TooSlow:
+            return _last(_problem(dialect, outcomes.TOO_SLOW))
+        except BrokenBody:
+            return _last(_problem(dialect, outcomes.BROKEN_BODY))
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:  # noqa: BLE001 - logged; nothing of it reaches the agent (R8)
@@ -130,7 +145,7 @@ class Ingress:
             return web.Response(body=dialect.model(name), content_type=_JSON)
         if request.method != "POST":
             return _problem(dialect, Problem(405, "method_not_allowed", "Use POST."))
-        body = await request.read()
+        body = await self._connections.body(request)
         if route.ask is Ask.COUNT:
             parsed = await self._read(body, lambda: dialect.parse(body, route))
             count = await self._turns.count(rollout, parsed, len(body))
@@ -138,8 +153,8 @@ class Ingress:
         return await self._complete(request, rollout, dialect, route, body)
 
     async def _read(self, body: bytes, work: Callable[[], T]) -> T:
-        """Reads a body here, or in a thread when it is a large one."""
-        return work() if len(body) <= INLINE_BODY_BYTES else await self._turns.elsewhere(work)
+        """Reads a body here, or in a thread when that takes long (R32)."""
+        return work() if _is_small(body) else await self._turns.elsewhere(work)
 
     async def _complete(
         self, request: web.Request, rollout: Rollout, dialect: DialectCodec, route: Route, body: bytes
@@ -169,7 +184,7 @@ class Ingress:
             call = await self._turns.begin(rollout, arrival, parsed)
         else:
             call.http_attempts += 1
-        parsed = replace(parsed, messages=(), tools=())  # a call that waits keeps its body only
+        parsed = parsed.without_content()  # a call that waits keeps its body only
         gate = self._turns.gate
         gate.attach(call)
         try:
@@ -220,6 +235,11 @@ class Ingress:
         return next((dialect for dialect in self._dialects if dialect.owns(path)), self._fallback)
 
 
+def _is_small(body: bytes) -> bool:
+    size = len(body)
+    return size <= UNCOUNTED_BYTES or (size <= INLINE_BODY_BYTES and body.count(b"{") <= INLINE_OBJECTS)
+
+
 def _credential(request: web.Request) -> str:
     """The token, from wherever the dialects' SDKs put it."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -244,6 +264,12 @@ def _problem(dialect: DialectCodec, problem: Problem) -> web.Response:
     return web.Response(
         status=dialect.status(problem), body=dialect.problem(problem), content_type=_JSON, headers=headers
     )
+
+
+def _last(response: web.Response) -> web.Response:
+    """Ends the connection with this answer."""
+    response.force_close()
+    return response
 
 
 async def _alive(_request: web.Request) -> web.Response:

@@ -20,12 +20,14 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from penstock_codec.quick import quick
 from penstock_interception.calls import Call, CallState, Rollout
 from penstock_interception.ingress.dialect import BadRequest, DialectCodec
 
 MAX_KEY = 256
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Identity:
     """What makes a request recognisable."""

@@ -25,6 +25,7 @@ from aiohttp import web
 from penstock_chassis.errors import PenstockError
 from penstock_interception.calls import CallState, Rollout, RolloutState
 from penstock_interception.ingress import jsonrpc
+from penstock_interception.ingress.connections import BrokenBody, Connections, TooSlow
 from penstock_interception.ingress.jsonrpc import Notification, Request, RpcError
 from penstock_interception.tools import content, schemas
 from penstock_interception.tools.model import CallKey, HostTool, ToolCall
@@ -53,8 +54,9 @@ _GONE: Final = {
 class McpServer:
     """Answers the MCP requests of all rollouts."""
 
-    def __init__(self, turns: Turns, *, first_byte_s: float, keep_alive_s: float) -> None:
+    def __init__(self, turns: Turns, connections: Connections, *, first_byte_s: float, keep_alive_s: float) -> None:
         """A slow call becomes a stream after `first_byte_s`, and says something every `keep_alive_s`."""
+        self._connections = connections
         self._turns = turns
         self._desk = turns.gate.tools
         self._first_byte_s = first_byte_s
@@ -75,7 +77,7 @@ class McpServer:
                 if session:
                     self._desk.cancel(rollout.id, "AGENT_CANCELLED", session)
                 return web.Response(status=204)
-            body = await self._body(request)
+            body = await self._connections.body(request, self._body)
             message = jsonrpc.parse(body)
             if isinstance(message, Request):
                 number = message.id
@@ -86,6 +88,10 @@ class McpServer:
         except RpcError as error:
             error.id = error.id if error.id is not None else number
             return _refusal(error)
+        except TooSlow:
+            return _refusal(RpcError(jsonrpc.INVALID_REQUEST, "The request did not come in time.", status=408))
+        except BrokenBody:
+            return _refusal(RpcError(jsonrpc.PARSE_ERROR, "The request cannot be read as its headers say.", status=400))
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:  # noqa: BLE001 - logged; nothing of it reaches the agent (R8)
@@ -246,6 +252,8 @@ def _event(data: bytes) -> bytes:
 
 def _refusal(refused: RpcError, headers: Mapping[str, str] | None = None) -> web.Response:
     given = web.Response(status=refused.status, body=jsonrpc.error(refused), content_type=_JSON, headers=headers)
+    if refused.status == 408:
+        given.force_close()
     if refused.status == 405:
         given.headers["allow"] = "POST, DELETE"
     return given

@@ -14,6 +14,11 @@ from penstock_interception.ingress.dialect import BadRequest, Problem
 UNAUTHORISED = Problem(401, "invalid_api_key", "The API key is not valid for this address.")
 UNKNOWN_ROUTE = Problem(404, "unknown_url", "There is no such route.")
 TOO_LARGE = Problem(413, "request_too_large", "The request body is too large.")
+TOO_SLOW = Problem(408, "request_timeout", "The request body did not come in time.", retry=True)
+BROKEN_BODY = Problem(400, "invalid_body", "The request body cannot be read as its headers say.")
+TOO_MANY_CONNECTIONS = Problem(
+    429, "too_many_connections", "This rollout has too many connections.", retry=True, retry_after_s=1.0
+)
 INTERNAL = Problem(500, "internal_error", "The service failed.", retry=True)
 
 _OWN_CONVERSATION = frozenset(

@@ -21,6 +21,7 @@ from yarl import URL
 from penstock_codec.chat import Sampling
 from penstock_interception.calls import Arrival, Call, Dialect, Rollout
 from penstock_interception.completions import Failure
+from penstock_interception.ingress.connections import Connections
 from penstock_interception.ingress.dialect import BadRequest
 from penstock_interception.sources.registry import Sources
 from penstock_interception.sources.upstream import UpstreamSource
@@ -72,7 +73,8 @@ _HOP: Final = frozenset(
 class Passthrough:
     """Forwards requests of black box rollouts."""
 
-    def __init__(self, turns: Turns, sources: Sources, http: aiohttp.ClientSession) -> None:
+    def __init__(self, turns: Turns, sources: Sources, http: aiohttp.ClientSession, connections: Connections) -> None:
+        self._connections = connections
         self._turns = turns
         self._sources = sources
         self._http = http
@@ -84,7 +86,7 @@ class Passthrough:
             raise BadRequest("This rollout has no endpoint.", None, "no_upstream")
         if request.method not in ("GET", "POST") or not _OFFERED.fullmatch(path):
             raise BadRequest("There is no such route.", None, "unknown_url")
-        body = await request.read()
+        body = await self._connections.body(request)
         call = None
         if request.method == "POST" and path != _COUNTS:
             call = self._turns.gate.admit(rollout, _arrival(body, dialect))

@@ -53,6 +53,8 @@ class ToolLimits:
     max_open_calls_per_rollout: int = 16
     max_bytes: int = 256 << 10
     call_timeout_s: float = 600.0
+    # Each is looked at whenever a rollout is opened.
+    max_selectors_per_session: int = 64
 
 
 class ToolDesk:
@@ -84,8 +86,18 @@ class ToolDesk:
     # Offers ----------------------------------------------------------------------------------------------------------
 
     def offer(self, session: Session, selector: Selector, tools: tuple[HostTool, ...]) -> asyncio.Future[list[int]]:
-        """A session offers these to rollouts opened later, in place of what it offered to this selector before."""
-        offers = self._offers.setdefault(session, {})
+        """A session offers these to rollouts opened later, in place of what it offered to this selector before.
+
+        Raises ResourceExhausted: TOOL_OFFER_LIMIT.
+        """
+        offers = self._offers.get(session, {})
+        if tools and selector not in offers and len(offers) >= self.limits.max_selectors_per_session:
+            raise ResourceExhausted(
+                f"A session offers tools to at most {self.limits.max_selectors_per_session} selectors."
+                " Withdraw those that are not needed, or offer more tools to one.",
+                reason="TOOL_OFFER_LIMIT",
+            )
+        self._offers[session] = offers
         offers.pop(selector, None)
         if tools:
             offers[selector] = tools

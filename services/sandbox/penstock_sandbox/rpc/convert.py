@@ -18,6 +18,7 @@ from penstock_sandbox.model import (
     Capabilities,
     Command,
     Exit,
+    ExitReason,
     FileInfo,
     FileKind,
     ForkKind,
@@ -285,10 +286,13 @@ def command_to(command: Command) -> process_service_pb2.Command:
     return answer
 
 
+_REASONS = {reason: process_service_pb2.ExitReason.Value(f"EXIT_REASON_{reason.name}") for reason in ExitReason}
+
+
 def exit_to(ended: Exit) -> process_service_pb2.Exit:
     """An exit as a proto."""
     answer = process_service_pb2.Exit(
-        reason=process_service_pb2.ExitReason.Value(f"EXIT_REASON_{ended.reason.name}"),
+        reason=_REASONS[ended.reason],
         message=ended.message,
         duration=duration(ended.duration_s),
         cpu_time=duration(ended.cpu_s) if ended.cpu_s is not None else None,

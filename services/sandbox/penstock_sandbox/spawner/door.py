@@ -11,7 +11,8 @@ Invariants
   UTS namespace, and CAP_SYS_PTRACE, to read which one a process has. Executing a file drops them.
 - That UTS namespace is the process's tag: it is inherited by every descendant, the daemonised ones included, and
   nothing in the sandbox can change it. Killing a process means killing all that carry its tag.
-- Requests are answered in order, one reply each; ``exit`` events follow the reply that told their pid.
+- Requests are answered in order, one reply each. A process's exit comes after the reply that told its pid, or in it,
+  when the process had already ended by then.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Door:
         self._oom_score = oom_score
         self._oom_base = int(os.pread(oom_score, 16, 0) or b"0")
         self._tags: dict[int, int] = {}  # process id on the host -> descriptor that pins its UTS namespace
+        self._next_tag: int | None = None  # made ahead, while nobody waits: the door is in it already
         self._running: set[int] = set()
         self._jobs: set[int] = set()
         self._operations: dict[str, Callable[[wire.Message, list[int]], Reply]] = {
@@ -108,6 +110,11 @@ class Door:
         wire.send(self._channel, reply, given)
         for descriptor in given:
             os.close(descriptor)
+        if self._next_tag is None:
+            try:
+                self._next_tag = self._new_tag()
+            except OSError:
+                pass  # the next start tries again, and says so
 
     def _reap(self) -> None:
         while True:
@@ -123,22 +130,24 @@ class Door:
                 self._running.discard(pid)
             else:
                 continue
-            if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and self._sandbox_ends():
-                # Not an end of its own: it is told with the sandbox's.
-                continue
-            # posix_spawn shares the door's memory until the program runs, and that counts: at or under the door's own
-            # peak the figure says nothing.
-            floor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            wire.send(
-                self._channel,
-                {
-                    "event": "exit",
-                    "pid": pid,
-                    "status": status,
-                    "cpu_s": usage.ru_utime + usage.ru_stime,
-                    "peak_bytes": usage.ru_maxrss * 1024 if usage.ru_maxrss > floor else None,
-                },
-            )
+            ended = self._exit(pid, status, usage)
+            if ended is not None:
+                wire.send(self._channel, ended)
+
+    def _exit(self, pid: int, status: int, usage: resource.struct_rusage) -> wire.Message | None:
+        """What a process's end was; None when it was no end of its own and is told with the sandbox's."""
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and self._sandbox_ends():
+            return None
+        # posix_spawn shares the door's memory until the program runs, and that counts: at or under the door's own peak
+        # the figure says nothing.
+        floor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {
+            "event": "exit",
+            "pid": pid,
+            "status": status,
+            "cpu_s": usage.ru_utime + usage.ru_stime,
+            "peak_bytes": usage.ru_maxrss * 1024 if usage.ru_maxrss > floor else None,
+        }
 
     def _sandbox_ends(self) -> bool:
         """Whether the first process is dying, which kills all others: the kernel flags it before it does so."""
@@ -179,8 +188,8 @@ class Door:
             else:
                 # Three descriptors that are none of 0, 1 and 2 (the door keeps those on /dev/null).
                 actions = [(os.POSIX_SPAWN_DUP2, descriptors[index], index) for index in range(3)]
-            syscalls.unshare(syscalls.CLONE_NEWUTS)
-            tag = os.open("self/ns/uts", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._host_proc)
+            if self._next_tag is None:
+                self._next_tag = self._new_tag()
             try:
                 # An out-of-memory kill must hit what the agent runs before it hits the door or the sandbox's init.
                 os.pwrite(self._oom_score, str(min(1000, self._oom_base + _OOM_BIAS)).encode(), 0)
@@ -193,9 +202,6 @@ class Door:
                     setsigmask=[],
                     setsigdef=_RESET_SIGNALS,
                 )
-            except BaseException:
-                os.close(tag)
-                raise
             finally:
                 os.pwrite(self._oom_score, str(self._oom_base).encode(), 0)
         except BaseException:
@@ -206,9 +212,18 @@ class Door:
             for descriptor in held:
                 os.close(descriptor)
             os.chdir("/")
-        self._tags[pid] = tag
+        self._tags[pid], self._next_tag = self._next_tag, None
+        # The kernel often lets a short program run to its end before it comes back here; then one message tells both.
+        ended, status, usage = os.wait4(pid, os.WNOHANG)
+        if ended:
+            return {"pid": pid, "exit": self._exit(pid, status, usage)}, given
         self._running.add(pid)
         return {"pid": pid}, given
+
+    def _new_tag(self) -> int:
+        """Move the door, and so what it starts next, into a UTS namespace of its own; answers what pins it."""
+        syscalls.unshare(syscalls.CLONE_NEWUTS)
+        return os.open("self/ns/uts", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._host_proc)
 
     def _signal(self, request: wire.Message, _: list[int]) -> Reply:
         pid: int = request["pid"]

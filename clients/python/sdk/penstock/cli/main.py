@@ -29,17 +29,25 @@ app.command()(verify.verify)
 app.command()(conformance.conformance)
 
 
-@app.command()
-def version(short: Annotated[bool, typer.Option("--short", help="The client's version only.")] = False) -> None:
-    """Versions of what is installed."""
-    if short:
-        out.print(metadata.version("penstock"))
+def _print_versions(asked: bool) -> None:
+    if not asked:
         return
     names = sorted(
         {item.name for item in metadata.distributions() if item.name and item.name.lower().startswith("penstock")}
     )
     for name in names:
         out.print(f"{name} {metadata.version(name)}")
+    raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_versions, is_eager=True, help="Versions of what is installed."),
+    ] = False,
+) -> None:
+    """What holds for all commands."""
 
 
 if __name__ == "__main__":

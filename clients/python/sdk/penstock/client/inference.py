@@ -220,12 +220,16 @@ class InferenceClient:
             size_bytes=file.size_bytes,
             sha256=file.sha256,
         )
+
+        def frames() -> AsyncIterator[pb.UpdateWeightsRequest]:
+            return _frames(begin, file)
+
         try:
-            answer = await self._service.push(self._stub.UpdateWeights, _frames(begin, file), timeout=timeout)
+            answer = await self._service.push(self._stub.UpdateWeights, frames, timeout=timeout)
         except Unavailable as error:
             # The version and digest in force are a success, so an answer that was lost may be asked for again.
             await asyncio.sleep(Backoff().next(error))
-            answer = await self._service.push(self._stub.UpdateWeights, _frames(begin, file), timeout=timeout)
+            answer = await self._service.push(self._stub.UpdateWeights, frames, timeout=timeout)
         phases = answer.phases
         return WeightUpdate(
             answer.policy_version,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import grpc
 
 from penstock.client.endpoints import Endpoints, ServiceName, Tls
-from penstock.client.errors import ConfigurationError, PenstockError, Unavailable, from_rpc_error
+from penstock.client.errors import STREAM_BROKEN, ConfigurationError, PenstockError, Unavailable, from_rpc_error
 
 if TYPE_CHECKING:
     Unary = grpc.aio.UnaryUnaryMultiCallable
@@ -151,17 +151,29 @@ class Service:
             await asyncio.sleep(delay)
         raise AssertionError("the last attempt returns or raises")
 
-    async def push(self, method: "StreamUnary[Q, A]", frames: AsyncIterator[Q], *, timeout: float | None = None) -> A:
-        """One client stream, not repeated.
+    async def push(
+        self, method: "StreamUnary[Q, A]", frames: Callable[[], AsyncIterator[Q]], *, timeout: float | None = None
+    ) -> A:
+        """One client stream; sent again, twice at most, where grpc.aio forgot what the service refused it with.
+
+        Args:
+            method: of a stub; sending the same twice must change nothing.
+            frames: makes the requests of one attempt.
+            timeout: seconds for each attempt; None = no limit.
 
         Raises:
             PenstockError: what the service answered with.
         """
-        try:
-            answer: A = await method(frames, timeout=timeout, metadata=self.metadata)
-            return answer
-        except grpc.aio.AioRpcError as failure:
-            raise from_rpc_error(failure, self.peer) from None
+        attempts = 3
+        while True:
+            attempts -= 1
+            try:
+                answer: A = await method(frames(), timeout=timeout, metadata=self.metadata)
+                return answer
+            except grpc.aio.AioRpcError as failure:
+                error = from_rpc_error(failure, self.peer)
+                if error.reason != STREAM_BROKEN or not attempts:
+                    raise error from None
 
 
 def _open(address: str, tls: Tls | None) -> grpc.aio.Channel:

@@ -140,7 +140,7 @@ class SandboxHandle:
 
     async def write_file(self, path: str, content: bytes, *, mode: int | None = None) -> None:
         """Writes a whole file at once; parents are made. `mode` are permission bits, None = 0644."""
-        await self._data.push(self._files.WriteFile, self._frames(path, content, mode))
+        await self._data.push(self._files.WriteFile, partial(self._frames, path, content, mode))
 
     async def _frames(
         self, path: str, content: bytes, mode: int | None

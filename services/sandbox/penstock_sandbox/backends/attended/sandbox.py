@@ -230,10 +230,12 @@ class AttendedSandbox(SandboxHandle):
             yield piece
 
     async def destroy(self) -> None:
-        if self._destroyed is None:
-            self._destroyed = asyncio.create_task(self._destroy(), name=f"destroy-{self.id}")
+        ending = self._destroyed
+        if ending is None or (ending.done() and (ending.cancelled() or ending.exception() is not None)):
+            # One that failed is done again: whoever asks for it goes on asking until it succeeds.
+            ending = self._destroyed = asyncio.create_task(self._destroy(), name=f"destroy-{self.id}")
         # Shielded: a caller that gives up does not stop the removal.
-        await asyncio.shield(self._destroyed)
+        await asyncio.shield(ending)
 
     async def _destroy(self) -> None:
         if not self._ended:

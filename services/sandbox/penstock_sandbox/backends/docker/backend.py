@@ -179,9 +179,12 @@ class DockerBackend(Backend):
         self._layers.hold(box.layers)
         try:
             await handle.destroy()
+            if box.seal_failure is not None:
+                raise box.seal_failure
             if box.sealed is None:
                 raise Internal("the sandbox ended before it was sealed", reason="CREATE_FAILED")
         except BaseException as error:
+            box.seal_as = ""
             self._layers.release(box.layers)
             if isinstance(error, Refused):
                 raise Internal(f"the sandbox could not be sealed: {error.what}", reason="CREATE_FAILED") from error

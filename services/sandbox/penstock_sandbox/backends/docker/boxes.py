@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from penstock_chassis.errors import Internal, Unavailable
+from penstock_chassis.errors import Internal, PenstockError, Unavailable
 from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
 from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.base import SandboxHandle
 from penstock_sandbox.backends.docker import changes, container
 from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
-from penstock_sandbox.backends.docker.layers import REPOSITORY, Layers
+from penstock_sandbox.backends.docker.layers import REPOSITORY, Layers, name_of
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.backends.docker.places import SYSTEM_PATH
 from penstock_sandbox.backends.docker.prepared import ReadyImage, described
@@ -47,6 +47,7 @@ class Box:
     layers: tuple[str, ...] = ()
     seal_as: str = ""
     sealed: ReadyImage | None = None
+    seal_failure: Refused | PenstockError | None = None
 
     async def destroy(self) -> None:
         """End it; harmless when it has ended."""
@@ -177,16 +178,26 @@ class Boxes:
     async def _end(self, box: Box) -> None:
         """A sandbox's end, whatever brought it."""
         try:
-            if box.seal_as:
-                # Dead before it is committed: nothing can be half written.
-                await self._daemon.kill(box.container)
-                labels = {**self._owner.labels(SNAPSHOT), SANDBOX: ""}
-                made = await self._daemon.commit(box.container, REPOSITORY, box.seal_as, labels)
-                box.sealed = described(await self._daemon.image(made))
+            if box.seal_as and box.sealed is None and box.seal_failure is None:
+                await self._seal(box, box.seal_as)
         finally:
             await self._remove(box.name, box.reached)
             self._live.pop(box.name, None)
             self._layers.release(box.layers)
+
+    async def _seal(self, box: Box, layer_id: str) -> None:
+        """Keep its files, once; how that failed is for whoever seals, and not for its end, which comes all the same."""
+        try:
+            # Dead before it is committed: nothing can be half written.
+            await self._daemon.kill(box.container)
+            labels = {**self._owner.labels(SNAPSHOT), SANDBOX: ""}
+            made = await self._daemon.commit(box.container, REPOSITORY, layer_id, labels)
+            box.sealed = described(await self._daemon.image(made))
+        except (Refused, PenstockError) as error:
+            box.seal_failure = error
+        if box.seal_as != layer_id or box.seal_failure is not None:
+            # Nobody waits for it any more, or only the answer was lost.
+            await self._reaper.image(name_of(layer_id))
 
     async def _remove(self, name: str, reached: Reached | None) -> None:
         await asyncio.gather(self._reaper.container(name), *([reached.close()] if reached is not None else []))

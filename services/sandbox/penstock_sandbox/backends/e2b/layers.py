@@ -1,20 +1,22 @@
 """Sealed layers on E2B: snapshots under names of ours, which outlive this process.
 
 Invariants: a sealed snapshot is taken of a sandbox in which nothing of the workload runs any more, and a copy of a live
-one has its files only; one whose making failed half way is removed. Which layers of earlier processes count is told
-once (``adopt``); before that none is removed, and from then on every one of this service's that nobody counts, also one
-that E2B was still making as its service died.
+one has its files only. Making one is tried once: that a sandbox's files cannot be kept does not keep the sandbox. What
+was made half way, or for nobody any more, is removed. Which layers of earlier processes count is told once (``adopt``);
+before that none is removed, and from then on every one of this service's that nobody counts, also one that E2B was
+still making as its service died.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_sandbox.backends.base import SealedLayer
 from penstock_sandbox.backends.e2b.cloud import Cloud
 from penstock_sandbox.backends.e2b.equipment import end_workload, used_bytes
@@ -45,16 +47,34 @@ class Layers:
 
     async def seal(self, sandbox: E2BSandbox, layer_id: str) -> SealedLayer:
         """End the sandbox and keep its files. Raises FailedPrecondition (SEAL_FAILED) or what E2B's failure means."""
-        size = 0
+        kept: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
         async def keep() -> None:
-            nonlocal size
-            size = await end_workload(sandbox.made, sandbox.id)
-            self._snapshots[layer_id] = await self._cloud.create_snapshot(sandbox.e2b_id, layer_id)
+            try:
+                size = await end_workload(sandbox.made, sandbox.id)
+                snapshot_id = await self._cloud.create_snapshot(sandbox.e2b_id, layer_id)
+            except (Gone, Denied, PenstockError) as error:
+                # For whoever seals, and not for the sandbox's end, which is repeated until it succeeds.
+                if not kept.cancelled():
+                    kept.set_exception(error)
+                return
+            if kept.cancelled():
+                await self._removals.remove(snapshot_id, functools.partial(self._cloud.delete_snapshot, snapshot_id))
+            else:
+                kept.set_result((snapshot_id, size))
 
         sandbox.keep = keep
-        async with self._taken(layer_id):
-            await sandbox.destroy()
+        try:
+            async with self._taken(layer_id):
+                await sandbox.destroy()
+                if not kept.done():
+                    raise FailedPrecondition("the sandbox had ended before its files were kept", reason="SEAL_FAILED")
+                self._snapshots[layer_id], size = kept.result()
+        finally:
+            # Of no effect but when this was given up: the end goes on, and what it may still keep is nobody's.
+            kept.cancel()
+            if not kept.cancelled():
+                kept.exception()
         return SealedLayer(layer_id, size)
 
     async def seal_live(self, sandbox: E2BSandbox, layer_id: str) -> SealedLayer:

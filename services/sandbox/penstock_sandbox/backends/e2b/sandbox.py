@@ -77,7 +77,7 @@ class E2BSandbox(AttendedSandbox):
         self.made = made
         """What speaks to it; another one after a resume."""
         self.keep: Callable[[], Awaitable[None]] | None = None
-        """What ``destroy`` does once nobody is attached any more and before the sandbox is ended."""
+        """What ``destroy`` does, once, when nobody is attached any more and before the sandbox is ended."""
         self.terminals = False
         """Whether the template has terminals; known once it is open, as is ``protected``."""
         self.protected = False
@@ -262,8 +262,9 @@ class E2BSandbox(AttendedSandbox):
 
     async def _end_at_e2b(self) -> None:
         await asyncio.gather(*self._undoing, return_exceptions=True)
+        keep, self.keep = self.keep, None
         try:
-            if self.keep is not None:
-                await self.keep()
+            if keep is not None:
+                await keep()
         finally:
             await self._release(self)

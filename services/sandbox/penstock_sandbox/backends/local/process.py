@@ -39,6 +39,7 @@ class LocalProcess(ProcessHandle):
         stdin: int | None,
         outputs: dict[int, Stream],
         terminal: int | None,
+        oom_kills: int,
     ) -> None:
         self._sandbox = sandbox
         self.pid = pid
@@ -47,13 +48,25 @@ class LocalProcess(ProcessHandle):
         self._terminal = terminal
         self._outputs = outputs
         self._loop = asyncio.get_running_loop()
-        self._oom_kills = sandbox.oom_kills()
+        self._oom_kills = oom_kills
         self._reaped = asyncio.Event()
-        for descriptor in outputs:
-            os.set_blocking(descriptor, False)
-            self._loop.add_reader(descriptor, self._readable, descriptor)
         if stdin is not None:
             os.set_blocking(stdin, False)
+
+    def attend(self, exited: wire.Message | None) -> None:
+        """Deliver its output from here on; ``exited`` is the door's word when it has ended already."""
+        for descriptor in [*self._outputs]:
+            os.set_blocking(descriptor, False)
+            if exited is not None:
+                # What it wrote is there, and so is the end unless something else holds it open: twice reads both, and
+                # costs a fraction of watching.
+                for _ in range(2):
+                    if descriptor in self._outputs:
+                        self._readable(descriptor)
+            if descriptor in self._outputs:
+                self._loop.add_reader(descriptor, self._readable, descriptor)
+        if exited is not None:
+            self.door_exited(exited)
 
     def _readable(self, descriptor: int) -> None:
         try:

@@ -157,6 +157,8 @@ class LocalSandbox(SandboxHandle):
             "cwd": cwd,
             "pty": (pty.rows, pty.columns) if pty is not None else None,
         }
+        # Before it starts: one that ends at once for lack of memory is told from one that somebody killed.
+        oom_kills = self.oom_kills()
         ours: list[int] = []
         theirs: list[int] = []
         input_end: int | None = None
@@ -191,10 +193,10 @@ class LocalSandbox(SandboxHandle):
             outputs = {terminal: Stream.STDOUT}
         else:
             outputs = dict(zip(ours[-2:], (Stream.STDOUT, Stream.STDERR), strict=True))
-        process = LocalProcess(self, answer["pid"], sink, input_end, outputs, terminal)
+        process = LocalProcess(self, answer["pid"], sink, input_end, outputs, terminal, oom_kills)
         self._processes[process.pid] = process
-        if (early := self._early_exits.pop(process.pid, None)) is not None:
-            process.door_exited(early)
+        early: wire.Message | None = answer.get("exit") or self._early_exits.pop(process.pid, None)
+        process.attend(early)
         return process
 
     def forget(self, process: LocalProcess) -> None:

@@ -118,7 +118,8 @@ class InterceptServiceServicer(object):
         with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
         A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
         What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
-        Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID).
+        Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID),
+        RESOURCE_EXHAUSTED (TOOL_OFFER_LIMIT: more than 64 selectors of one session).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

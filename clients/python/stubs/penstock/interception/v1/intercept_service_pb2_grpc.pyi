@@ -61,7 +61,8 @@ class InterceptServiceStub:
     with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
     A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
     What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
-    Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID).
+    Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID),
+    RESOURCE_EXHAUSTED (TOOL_OFFER_LIMIT: more than 64 selectors of one session).
     """
     ListCalls: _grpc.UnaryUnaryMultiCallable[_intercept_service_pb2.ListCallsRequest, _intercept_service_pb2.ListCallsResponse]
     """Calls of a rollout in order of arrival.
@@ -105,7 +106,8 @@ class InterceptServiceAsyncStub(InterceptServiceStub):
     with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
     A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
     What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
-    Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID).
+    Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID),
+    RESOURCE_EXHAUSTED (TOOL_OFFER_LIMIT: more than 64 selectors of one session).
     """
     ListCalls: _aio.UnaryUnaryMultiCallable[_intercept_service_pb2.ListCallsRequest, _intercept_service_pb2.ListCallsResponse]  # type: ignore[assignment]
     """Calls of a rollout in order of arrival.
@@ -170,7 +172,8 @@ class InterceptServiceServicer(metaclass=_abc_1.ABCMeta):
         with its Goodbye, or when nobody resumed it in time; a resumed session has them still, after a restart of the service too.
         A rollout keeps the definitions that it was opened with; whichever session registers an equal tool for it may serve it.
         What the session registered before with an equal selector is replaced, so a repeat changes nothing and no tools withdraw.
-        Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID).
+        Errors: NOT_FOUND (SESSION_UNKNOWN), INVALID_ARGUMENT (TOOL_NAME_RESERVED, TOOL_NOT_ALLOWED, FIELD_INVALID),
+        RESOURCE_EXHAUSTED (TOOL_OFFER_LIMIT: more than 64 selectors of one session).
         """
 
     @_abc_1.abstractmethod
