@@ -16,6 +16,7 @@ from penstock_inference.text import load_codec
 from penstock_inference.transfers import Transfers
 from penstock_inference.uploads import Uploads
 from penstock_inference.weights import WeightUpdates
+from penstock_inference.workspace import workspace
 
 
 @asynccontextmanager
@@ -23,13 +24,13 @@ async def build(settings: InferenceSettings) -> AsyncIterator[Service]:
     """Open what the settings name and yield what to serve."""
     files = await asyncio.to_thread(TokenizerDirectory.read, settings.model_dir)
     codec = await asyncio.to_thread(load_codec, settings.model_dir, settings.tool_call_parser)
-    await asyncio.to_thread(settings.state_dir.mkdir, mode=0o700, parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        engine = await open_engine(settings.engine, settings.engine_settings())
+        work_dir = stack.enter_context(workspace(settings.state_dir))
+        engine = await open_engine(settings.engine, settings.engine_settings(work_dir))
         stack.push_async_callback(engine.aclose)
         uploads = Uploads(settings.max_update_bytes, settings.update_idle_s)
-        updates = WeightUpdates(engine, uploads, settings.weights_dir, settings.state_dir)
-        adapters = AdapterUploads(engine, uploads, settings.adapters_dir, settings.state_dir)
+        updates = WeightUpdates(engine, uploads, settings.weights_dir, work_dir)
+        adapters = AdapterUploads(engine, uploads, settings.adapters_dir, work_dir)
         stack.push_async_callback(adapters.aclose)
         transfers = Transfers(engine)
         stack.push_async_callback(transfers.aclose)

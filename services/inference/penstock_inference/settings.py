@@ -51,8 +51,8 @@ class InferenceSettings(ServiceSettings):
     max_update_bytes: int = Field(512 << 20, ge=1 << 10, description="largest weight push, in bytes")
     update_idle_s: float = Field(60.0, gt=0, le=3600, description="seconds of silence after which a push is given up")
 
-    def engine_settings(self) -> EngineOptions:
-        """The part that the engine is opened with."""
+    def engine_settings(self, work_dir: Path) -> EngineOptions:
+        """The part that the engine is opened with; `work_dir` is there for as long as it runs."""
         return EngineOptions(
             model_dir=self.model_dir,
             model_name=self.model_name or self.model_dir.resolve().name,
@@ -60,6 +60,6 @@ class InferenceSettings(ServiceSettings):
             max_waiting=self.max_waiting,
             max_context_tokens=self.max_context_tokens,
             kv_cache_bytes=self.kv_cache_bytes,
-            state_dir=self.state_dir,
+            work_dir=work_dir,
             extra=self.engine_options,
         )

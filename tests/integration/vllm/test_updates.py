@@ -141,7 +141,7 @@ async def test_a_push_that_fails_changes_nothing_and_keeps_nobody_out(
     assert (await service.stub.GetInfo(pb.GetInfoRequest())).policy_version == in_force
     assert (await greedy(service))[0] == before
     await service.push(models.random_policy(5))
-    assert not [*(service.directory / "state").glob("push-*")]
+    assert not [*(service.directory / "state").glob("*/push-*")]
 
 
 def adapter_frames(
@@ -213,7 +213,7 @@ async def test_a_newer_adapter_takes_over_while_the_older_finishes_its_own(servi
         assert await names(service) == [("style", 2, models.RANK)]
     finally:
         await service.stub.UnloadAdapter(pb.UnloadAdapterRequest(name="style"))
-    assert not [*(service.directory / "state").glob("adapter-*")]
+    assert not [*(service.directory / "state").glob("*/adapter-*")]
 
 
 async def test_an_adapter_that_does_not_fit_is_refused(service: Served, failure: Failure) -> None:
@@ -288,7 +288,7 @@ async def test_a_transfer_refuses_what_does_not_belong_to_it(service: Served, fa
     """R26, R33: typed, and the engine goes on."""
     in_force = await service.push(models.random_policy(5))
     transfer = await start_transfer(service)
-    calls = (
+    calls: tuple[tuple[Callable[[], Any], str], ...] = (
         (
             lambda: service.stub.StartTransfer(pb.StartTransferRequest(request_id="u", policy_version=900)),
             "UPDATE_IN_PROGRESS",

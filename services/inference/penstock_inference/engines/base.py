@@ -356,8 +356,8 @@ class EngineOptions:
     """Unset: the engine's default."""
     kv_cache_bytes: int | None = None
     """Unset: the engine's default."""
-    state_dir: Path | None = None
-    """Where the engine may keep pushed weights and adapters while it runs; unset, a temporary directory."""
+    work_dir: Path | None = None
+    """Where the engine may keep files while it runs; unset, a temporary directory."""
     extra: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -265,6 +266,7 @@ class Core:
             )
         runtime = await Runtime.start(self._arguments, self.chosen.transfer_backend)
         try:
+            await runtime.ask(runtime.llm.collective_rpc("penstock_follow", args=(os.getpid(),)))
             if self.features.weight_version:
                 await runtime.ask(runtime.llm.update_weight_version(str(self.version)))
             if self.checkpoint is not self._original:

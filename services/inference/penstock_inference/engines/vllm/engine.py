@@ -69,7 +69,7 @@ class VllmEngine:
         chosen = VllmOptions.parse(options.extra)
         checkpoint = await asyncio.to_thread(Checkpoint.read, options.model_dir)
         tokenizer = await asyncio.to_thread(load_tokenizer, options.model_dir / "tokenizer.json")
-        directory = tempfile.TemporaryDirectory(prefix="weights-", dir=options.state_dir)
+        directory = tempfile.TemporaryDirectory(prefix="weights-", dir=options.work_dir)
         core = Core(options, chosen, features, checkpoint, Spool(Path(directory.name)))
         try:
             await core.start()

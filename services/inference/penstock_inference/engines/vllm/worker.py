@@ -1,4 +1,4 @@
-"""What runs inside vLLM's workers: loading weights from files, between two steps.
+"""What runs inside vLLM's workers: loading weights from files, between two steps, and an eye on the service.
 
 vLLM mixes this class into its worker and calls it by name (`collective_rpc`), on every rank; each takes its own part of
 every tensor.
@@ -12,9 +12,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from penstock_inference.engines.vllm.follow import follow
+
 
 class WeightLoader:
     """Extends vLLM's worker; its names begin with `penstock_`, because they share the worker's namespace."""
+
+    def penstock_follow(self, service: int) -> bool:
+        """See `follow`."""
+        return follow(service)
 
     def penstock_load(self, plan: list[list[Any]]) -> None:
         """Replace all weights by those of the plan (`Checkpoint.plan`), laid out as at the start."""
