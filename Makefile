@@ -40,7 +40,7 @@ test: lint docs ## everything: style, types, protos, layering, links, then all t
 .PHONY: test-vllm
 test-vllm: $(VLLM_STAMP) ## the tests that run the real vLLM on this machine's CPU (no GPU needed)
 	@echo "== vllm"
-	@$(VLLM_VENV)/bin/python -m pytest tests/integration/vllm --confcutdir=tests/integration/vllm
+	@$(VLLM_VENV)/bin/python -m pytest tests/integration/vllm --confcutdir=tests/integration/vllm --timeout 900
 
 .PHONY: lint
 lint: $(DEV_STAMP) ## style, types, protos and layering
