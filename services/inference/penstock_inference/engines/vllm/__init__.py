@@ -20,13 +20,19 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+_ONE_MACHINE = {
+    # vLLM's processes speak to each other without credentials: on loopback, unless its workers are on other machines.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
 
 async def open_engine(options: EngineOptions) -> Engine:
     """The entry point `vllm` of the group `penstock.inference.engines`. What the environment already says, holds."""
     if find_spec("vllm") is None:
         raise ModuleNotFoundError("vllm is not installed", name="vllm")
-    for name, value in _ENVIRONMENT.items():
+    elsewhere = options.extra.get("distributed_executor_backend") == "ray"
+    for name, value in (_ENVIRONMENT | ({} if elsewhere else _ONE_MACHINE)).items():
         os.environ.setdefault(name, value)
     from penstock_inference.engines.vllm.engine import VllmEngine
 
