@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: help
 help: ## say what there is
-	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z][a-z-]*:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 .PHONY: demo
 demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n repeats a run)
@@ -83,6 +83,12 @@ bench-peers: $(STAMP) ## measure sandboxes beside bare bubblewrap and SWE-ReX
 	@$(PYTHON) -m venv runs/peers
 	@runs/peers/bin/python -m pip --disable-pip-version-check --quiet install -r benchmarks/peers.txt
 	@$(BIN)/python -m benchmarks sandboxes
+
+.PHONY: bench-gate-peers
+bench-gate-peers: $(STAMP) ## measure the gate beside verifiers and agentcore-rl-toolkit
+	@$(PYTHON) -m venv runs/gate-peers
+	@runs/gate-peers/bin/python -m pip --disable-pip-version-check --quiet install -r benchmarks/gate/peers.txt
+	@$(BIN)/python -m benchmarks gate
 
 .PHONY: docs
 docs: ## check that the documentation's links lead somewhere

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,12 +30,14 @@ def main() -> None:
     parser.add_argument(
         "--backend", choices=("local", "docker"), default="local", help="where `sandboxes` makes them (default local)"
     )
+    parser.add_argument("--full", action="store_true", help="what takes longer too, of `gate`")
     parser.add_argument("--out", type=Path, help="file for the figures (default runs/bench/TIME.json)")
     given = parser.parse_args()
     unknown = sorted(set(given.names) - set(BENCHMARKS))
     if unknown:
         parser.error(f"no such benchmark: {', '.join(unknown)}; there are: {', '.join(BENCHMARKS)}")
     measures = {**BENCHMARKS, **({"sandboxes": containers.measure} if given.backend == "docker" else {})}
+    measures["gate"] = partial(gate.measure, full=given.full)
     facts = report.machine()
     print(", ".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
     sections: list[report.Section] = []

@@ -7,20 +7,30 @@ import math
 import os
 import platform
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure: what was measured, the number, its unit, and what it was measured on or against."""
+    """One figure: what was measured, the number, its unit, and what it was measured on or against.
+
+    `also` has other figures of the same measurement by their names, units included.
+    """
 
     name: str
     value: float
     unit: str
     note: str = ""
+    also: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def remark(self) -> str:
+        """The other figures and the note, as they are printed."""
+        others = ", ".join(f"{name} {_number(value)}" for name, value in self.also.items())
+        return "; ".join(filter(None, [others, self.note]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +46,7 @@ class Section:
         numbers = [_number(row.value) for row in self.rows]
         width = max(map(len, numbers))
         lines = [
-            f"  {row.name:<{names}}  {number:>{width}} {row.unit:<9} {row.note}".rstrip()
+            f"  {row.name:<{names}}  {number:>{width}} {row.unit:<9} {row.remark}".rstrip()
             for row, number in zip(self.rows, numbers, strict=True)
         ]
         return "\n".join([self.title, *lines])

@@ -91,7 +91,7 @@ async def numpy_engine(place: Path) -> AsyncIterator[World]:
 async def _running(
     place: Path, engine: str, options: Mapping[str, str], sandbox: Mapping[str, Any] = MappingProxyType({})
 ) -> AsyncIterator[World]:
-    _raise_open_files()
+    raise_open_files()
     stack = LocalStack(
         model_dir=write_demo_model(place / "model"),
         engine=engine,
@@ -110,7 +110,7 @@ def pid_name(pid: int) -> str:
     return next((part.decode().removeprefix("penstock_") for part in arguments if part.startswith(b"penstock_")), "")
 
 
-def _raise_open_files() -> None:
+def raise_open_files() -> None:
     """Thousands of connections, here and in the services that inherit the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard < 65_536 else 65_536, hard))

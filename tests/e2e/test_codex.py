@@ -8,7 +8,10 @@ from tests.support.copying import copy_task, finish, training
 from tests.support.policy import calling, in_shell, in_turn
 from tests.support.stack import Running
 
-from penstock.client import AgentChoice, AgentEvent, McpServer, SeedFile
+from penstock.client import AgentChoice, AgentEvent, Budgets, CallRate, McpServer, SeedFile
+from penstock.interception.v1 import rollout_gate_service_pb2 as gate
+from penstock.interception.v1 import rollout_gate_service_pb2_grpc as gate_grpc
+from penstock_chassis.channel import connect
 
 NOTES = b"""
 import json, os, sys
@@ -29,6 +32,38 @@ for line in sys.stdin:
     if "id" in asked:
         print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": said}), flush=True)
 """
+
+
+async def at_the_gate(stack: Running, rollout_id: str) -> gate.GateRollout:
+    """A rollout as the gate sees it."""
+    async with connect(stack.stack.address("interception"), stack.stack.operator_token) as channel:
+        stub = gate_grpc.RolloutGateServiceStub(channel)
+        return (await stub.GetRollout(gate.GetRolloutRequest(rollout_id=rollout_id))).rollout
+
+
+async def test_a_used_up_budget_ends_it_at_once(stack: Running) -> None:
+    """R88: told in a way that it does not repeat: one request is refused, and the rollout says why."""
+    label = secrets.token_hex(8)
+    async with training(stack, label) as trainer:
+        agent = AgentChoice(name="codex", skip_permissions=True)
+        budgets = Budgets(max_calls=1)
+        handle = await stack.ps.rollouts.create(copy_task(stack), agent, labels={"test": label}, budgets=budgets)
+        finished = await finish(handle)
+    assert finished.result.failure is not None
+    assert finished.result.failure.reason == "BUDGET_EXHAUSTED", finished.agent_said()
+    assert len(trainer.calls) == 1
+    assert (await at_the_gate(stack, handle.rollout_id)).totals.refused == 1
+
+
+async def test_a_call_rate_slows_it_down_and_ends_nothing(stack: Running) -> None:
+    """R26, R88: it waits as long as it is told and finishes its task."""
+    label = secrets.token_hex(8)
+    async with training(stack, label):
+        agent = AgentChoice(name="codex", skip_permissions=True)
+        budgets = Budgets(call_rate=CallRate(calls=1, period=3.0))
+        handle = await stack.ps.rollouts.create(copy_task(stack), agent, labels={"test": label}, budgets=budgets)
+        finished = await finish(handle)
+    assert finished.reward == 1.0, finished.agent_said()
 
 
 async def test_codex_calls_a_tool_of_an_mcp_server_by_the_name_that_the_model_gave(stack: Running) -> None:

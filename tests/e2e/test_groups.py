@@ -244,3 +244,21 @@ async def test_a_limit_that_the_machine_cannot_hold_is_refused_when_the_rollout_
         await stack.ps.rollouts.create(task, "shell", sandbox=choice)
     assert refused.value.reason == "CAPABILITY_MISSING"
     assert "disk_bytes" in str(refused.value)
+
+
+async def test_a_rollout_runs_as_the_user_that_it_names_or_says_that_there_is_none(stack: Running) -> None:
+    """R45, R27: the choice reaches the sandbox, and what it has not is named."""
+    async with training(stack, "users", lambda _prompt: bash("true")):
+        own, nobodys = [
+            await stack.ps.rollouts.create(
+                copy_task(stack),
+                "shell",
+                labels={"test": "users"},
+                sandbox=SandboxChoice(user=user),
+                budgets=Budgets(max_calls=1),
+            )
+            for user in ("agent", "somebody-else")
+        ]
+        ended, refused = await own.result(), await nobodys.result()
+    assert ended.failure is not None and ended.failure.cause == "budget"
+    assert refused.failure is not None and refused.failure.reason == "CAPABILITY_MISSING"

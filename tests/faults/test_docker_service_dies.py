@@ -23,10 +23,10 @@ from penstock.sandbox.v1 import sandbox_service_pb2 as ss
 pytestmark = pytest.mark.asyncio
 
 
-@pytest_asyncio.fixture(params=["docker", "docker-sidecar"])
+@pytest_asyncio.fixture(params=["docker", "docker-sidecar", "docker-gvisor"])
 async def variant(request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    """Both ways into containers; what another test left with the engine would be told as this one's."""
-    engine = await asyncio.to_thread(dockerd.engine)
+    """Each way into containers; what another test left with the engine would be told as this one's."""
+    engine = await asyncio.to_thread(dockerd.gvisor if request.param == "docker-gvisor" else dockerd.engine)
     assert engine.remains() == []
     yield str(request.param)
     assert engine.remains() == []
@@ -59,8 +59,11 @@ def _attendants(folder: str) -> set[str]:
     return found
 
 
-async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(variant: str) -> None:
-    """R50, R49: neither containers, images, volumes and networks, nor control groups, supervisors and mounts."""
+async def test_killed_in_a_burst_it_leaves_nothing_with_the_daemon(variant: str) -> None:
+    """R50, R49: neither containers, images, volumes and networks, nor control groups, supervisors and mounts.
+
+    Of fifty creates; of twelve with gVisor, each of which takes this machine a second and is the same.
+    """
     engine = dockerd.engine()
     with tempfile.TemporaryDirectory(prefix="penstock-fault-") as folder, engine.watched() as made:
         async with start_on(Path(folder), variant) as service:
@@ -75,7 +78,7 @@ async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(vari
             await service.sandboxes.DeleteSnapshot(ss.DeleteSnapshotRequest(snapshot_id=deleted.snapshot_id))
             first = await _create(service)
             await first.start("p", "sleep", "4905")
-            burst = [asyncio.ensure_future(_create(service)) for _ in range(50)]
+            burst = [asyncio.ensure_future(_create(service)) for _ in range(12 if variant == "docker-gvisor" else 50)]
             await burst[0]
             attendants = _attendants(folder)
             assert engine.traces(made) != []
@@ -86,8 +89,14 @@ async def test_killed_in_a_burst_of_fifty_it_leaves_nothing_with_the_daemon(vari
             # The attendants of the dead service end with their containers.
             await _until(lambda: not attendants & _attendants(folder), lambda: attendants & _attendants(folder))
             # What the daemon was still told by the dead service comes to light only when it has done it.
-            kept = sorted(f"image ['penstock-snapshot:{one.snapshot_id}']" for one in (snapshot, above))
-            await _until(lambda: sorted(engine.remains()) == kept, engine.remains)
+            kept = {f"image ['penstock-snapshot:{one.snapshot_id}']" for one in (snapshot, above)}
+            own = 1 if variant == "docker-gvisor" else 0  # what it is served from: this run's, no more the dead one's
+
+            def only_what_counts() -> bool:
+                left = engine.remains()
+                return kept <= set(left) and len([one for one in left if "-inside-" in one]) == own == len(left) - 2
+
+            await _until(only_what_counts, engine.remains)
             await _until(lambda: engine.traces(made) == [], lambda: engine.traces(made))
             assert await prepare(service, setup=setup) == ([], snapshot), "without a second setup"
             (child,) = await fork(service, above.snapshot_id, 1)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import os
 import shutil
 import signal
 import subprocess
+import tarfile
 import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import pytest
 from tests.support import base_images
@@ -27,17 +29,27 @@ from tests.support.base_images import which
 
 BASE: Final = "penstock-test/debian:1"
 """Debian with Python and bash."""
+GVISOR_BROKEN: Final = "runsc-broken"
+"""gVisor asked for a network that it cannot have: its containers fail as they start, and leave their processes."""
+GVISOR_BASE: Final = "penstock-test/debian-gvisor:1"
+"""BASE with others in the place of coreutils' `ls` and `stat`, which ask for what Debian 12's gVisor refuses
+(AT_NO_AUTOMOUNT)."""
 TINY: Final = "penstock-test/busybox:1"
 """One static program and its names: neither Python nor bash."""
 
-RUNTIME: Final = "runsc"
-"""A runtime of gVisor's name beside the engine's own: runc, which notes what it is asked in `Engine.runtime_log`."""
+NOTED: Final = "noted"
+"""A runtime beside the engine's own: runc, which notes what it is asked in `Engine.runtime_log`."""
+GVISOR: Final = "runsc"
+"""gVisor, where this machine has it (`gvisor` says so)."""
 ELSEWHERE: Final = "elsewhere"
 """A runtime whose containers' processes are not this machine's, as with gVisor and Kata: what shows is another's."""
 
 _NEEDED = ("dockerd", "containerd", "runc", "debootstrap", "busybox")
 _ADVICE = "apt-get install -y --no-install-recommends docker.io debootstrap busybox-static"
 _READY_S = 60.0
+_GVISOR_ADVICE = "apt-get install -y --no-install-recommends runsc"
+# It needs no kernel module, and no network of its own: sandboxes have none but their endpoint.
+_GVISOR_ARGUMENTS = ("--platform=ptrace", "--network=none")
 _ELSEWHERE = r"""
 for word in "$@"; do
   [ "$before" = --bundle ] && sed -i 's#"/opt/penstock/hold"#"/bin/sleep","1000"#' "$word/config.json"
@@ -56,8 +68,8 @@ class Engine:
 
     @property
     def runtime_log(self) -> str:
-        """What RUNTIME was asked for, a line each."""
-        log = self.folder / f"{RUNTIME}.log"
+        """What NOTED was asked for, a line each."""
+        log = self.folder / f"{NOTED}.log"
         return log.read_text() if log.exists() else ""
 
     @property
@@ -128,12 +140,43 @@ def engine() -> Engine:
         if os.geteuid() != 0:
             problem = "an engine of its own needs root"
         if problem:
-            message = f"THE DOCKER BACKEND IS NOT TESTED HERE: {problem}"
-            if os.environ.get("CI"):
-                pytest.fail(message, pytrace=False)
-            pytest.skip(message)
+            _cannot(f"THE DOCKER BACKEND IS NOT TESTED HERE: {problem}")
         _engine = _start()
     return _engine
+
+
+def gvisor() -> Engine:
+    """The same with gVisor as GVISOR, and GVISOR_BASE; the same where this machine has none."""
+    found = engine()
+    if which("runsc") is None:
+        _cannot(f"THE DOCKER BACKEND IS NOT TESTED WITH GVISOR HERE: no runsc: {_GVISOR_ADVICE}")
+    if not found.api.images(name=GVISOR_BASE):
+        with tarfile.open(fileobj=(archive := io.BytesIO()), mode="w") as made:
+            for name in ("ls", "stat"):
+                made.add(which("busybox") or "busybox", f"usr/local/bin/{name}")
+        container = found.api.create_container(BASE, "-", labels={})["Id"]
+        archive.seek(0)
+        found.api.put_archive(container, "/", archive)
+        repository, _, tag = GVISOR_BASE.partition(":")
+        found.api.commit(container, repository, tag)
+        found.api.remove_container(container)
+    return found
+
+
+def _cannot(message: str) -> NoReturn:
+    if os.environ.get("CI"):
+        pytest.fail(message, pytrace=False)
+    pytest.skip(message)
+
+
+def kill(sandbox_id: str) -> bool:
+    """Kill a sandbox's container, if the session's engine has it."""
+    if _engine is None:
+        return False
+    found = _engine.api.containers(filters={"label": [f"penstock.sandbox={sandbox_id}"], "status": ["running"]})
+    for one in found:
+        _engine.api.kill(one["Id"])
+    return bool(found)
 
 
 def stop() -> None:
@@ -155,11 +198,16 @@ def _start() -> Engine:
     argv = [which("dockerd") or "dockerd", "--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")]
     argv += ["--pidfile", str(folder / "pid"), "-H", f"unix://{folder}/docker.sock"]
     argv += ["--bridge", "none", "--iptables=false", "--ip6tables=false"]
-    for name, body in ((RUNTIME, f'echo "$*" >> {folder}/{RUNTIME}.log'), (ELSEWHERE, _ELSEWHERE)):
+    for name, body in ((NOTED, f'echo "$*" >> {folder}/{NOTED}.log'), (ELSEWHERE, _ELSEWHERE)):
         program = folder / name
         program.write_text(f'#!/bin/sh\n{body}\nexec runc "$@"\n')
         program.chmod(0o755)
         argv += ["--add-runtime", f"{name}={program}"]
+    if (runsc := which("runsc")) is not None:
+        configuration = folder / "daemon.json"
+        runtimes = {GVISOR: {"path": runsc, "runtimeArgs": list(_GVISOR_ARGUMENTS)}, GVISOR_BROKEN: {"path": runsc}}
+        configuration.write_text(json.dumps({"runtimes": runtimes}))
+        argv += ["--config-file", str(configuration)]
     environment = {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"}
     with log.open("wb") as output:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
@@ -214,6 +262,21 @@ def settings(reach: str) -> dict[str, str]:
     """The settings of a service whose default backend is Docker, reached in one of the two ways."""
     chosen = {"DEFAULT_BACKEND": "docker", "DOCKER_IMAGE": BASE, "DOCKER_SIDECAR_IMAGE": BASE, "DOCKER_REACH": reach}
     return {f"PENSTOCK_SANDBOX_{name}": value for name, value in chosen.items()}
+
+
+def gvisor_settings() -> dict[str, str]:
+    """The settings of a service whose default backend is Docker with gVisor."""
+    return {
+        **settings("auto"),
+        "PENSTOCK_SANDBOX_DOCKER_RUNTIME": GVISOR,
+        "PENSTOCK_SANDBOX_DOCKER_IMAGE": GVISOR_BASE,
+    }
+
+
+@contextlib.asynccontextmanager
+async def running_gvisor() -> AsyncIterator[Mapping[str, str]]:
+    """The session's engine with gVisor beside a service, as its settings name it."""
+    yield {"PENSTOCK_SANDBOX_DOCKER_HOST": (await asyncio.to_thread(gvisor)).host}
 
 
 @contextlib.asynccontextmanager

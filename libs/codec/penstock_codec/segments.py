@@ -1,9 +1,9 @@
 """Text to ids, each stretch of it once: what many prompts share is tokenised by the first.
 
-A text is cut where a cut changes nothing: before a special token, which no merge crosses, and behind the end of a
-line where the tokenizer's own pre-tokenizer always ends a piece. The ids of each stretch are kept,
-the least used going first. So the system prompt and tools of a group of rollouts cost their tokenising once, and a line
-in it that changes (a date, a directory) costs that line.
+A text is cut where a cut changes nothing: before a special token, which no merge crosses, and behind the end of a line
+where the tokenizer's own pre-tokenizer always ends a piece. The ids of each stretch are kept, and those of a long block
+between two special tokens in one piece too, the least used going first. So the system prompt and tools of a group of
+rollouts cost their tokenising once, and a line in it that changes (a date, a directory) costs that line.
 
 Invariant: the ids are those of the whole text at once (`tests/unit/codec/test_segments.py` compares).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from threading import Lock
 from typing import Final
@@ -31,6 +31,9 @@ KEPT_BYTES: Final = 64 << 20
 
 _ALONE: Final = 8 << 10
 """Characters of unknown text from which on one thread works and others wait for what it finds."""
+
+LONG_BLOCK: Final = 4 << 10
+"""Characters from which on what stands between two special tokens is also kept in one piece."""
 
 _OVERHEAD: Final = 256
 # The end of a line before one that starts with no space. The slash is out: some vocabularies (o200k's kind) take one
@@ -72,7 +75,26 @@ class Segments:
         """The ids of a text, as int32. CPU work. Raises what `encode` raises."""
         if len(text) < SHORTEST:
             return np.asarray(self._encode([text])[0], dtype=np.int32)
-        stretches = self._cut(text)
+        pieces: list[str] = []
+        whole: list[tuple[str, int, int]] = []  # long blocks that are new, and which of the pieces they are
+        found: dict[str, IntArray] = {}
+        for block in self._blocks(text):
+            long = self._by_line and len(block) >= LONG_BLOCK
+            if long and (known := self._find([block])):
+                found |= known
+            if block in found or not self._by_line:
+                pieces.append(block)
+                continue
+            start = len(pieces)
+            pieces += _at(block, self._line_ends(block))
+            if long:
+                whole.append((block, start, len(pieces)))
+        found |= self._ids_of([piece for piece in pieces if piece not in found])
+        arrays = [found[piece] for piece in pieces]
+        self._keep({block: np.concatenate(arrays[start:end]) for block, start, end in whole})
+        return np.concatenate(arrays)
+
+    def _ids_of(self, stretches: Sequence[str]) -> dict[str, IntArray]:
         found = self._find(stretches)
         unknown = list(dict.fromkeys(stretch for stretch in stretches if stretch not in found))
         if sum(map(len, unknown)) < _ALONE:
@@ -82,13 +104,10 @@ class Segments:
             with self._working:
                 found |= self._find(unknown)
                 found |= self._make([stretch for stretch in unknown if stretch not in found])
-        return np.concatenate([found[stretch] for stretch in stretches])
+        return found
 
-    def _cut(self, text: str) -> list[str]:
-        cuts = self._line_ends(text) if self._by_line else []
-        if self._special is not None:
-            cuts = sorted({*cuts, *(match.start() for match in self._special.finditer(text))})
-        return [text[start:end] for start, end in pairwise([0, *cuts, len(text)]) if start < end]
+    def _blocks(self, text: str) -> list[str]:
+        return [text] if self._special is None else _at(text, [match.start() for match in self._special.finditer(text)])
 
     def _line_ends(self, text: str) -> list[int]:
         cuts, line = [], 0
@@ -117,6 +136,10 @@ class Segments:
             stretch: np.asarray(ids, dtype=np.int32)
             for stretch, ids in zip(stretches, self._encode(stretches), strict=True)
         }
+        self._keep(made)
+        return made
+
+    def _keep(self, made: Mapping[str, IntArray]) -> None:
         with self._lock:
             for stretch, ids in made.items():
                 if stretch not in self._kept:
@@ -124,7 +147,11 @@ class Segments:
                     self._bytes += _size(stretch, ids)
             while self._bytes > self._kept_bytes:
                 self._bytes -= _size(*self._kept.popitem(last=False))
-        return made
+
+
+def _at(text: str, cuts: Sequence[int]) -> list[str]:
+    """The text in pieces, none of them empty."""
+    return [text[start:end] for start, end in pairwise([0, *cuts, len(text)]) if start < end]
 
 
 def _size(stretch: str, ids: IntArray) -> int:

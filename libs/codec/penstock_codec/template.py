@@ -16,6 +16,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -37,6 +38,8 @@ _OF_DICTS = frozenset(dir(dict))
 # What a template asks of its loop; none of it is callable or leads anywhere.
 _OF_LOOPS = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "previtem", "nextitem"})
 _JSON = json.JSONEncoder(ensure_ascii=False)
+# Tools with longer schemas are read anew each time; 1,024 of the others are kept.
+_KNOWN_SCHEMA_CHARS = 16 << 10
 
 
 class ChatTemplate:
@@ -200,15 +203,34 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
+class _Known(dict[str, Any]):
+    """A tool as templates see it, with its JSON once that was asked for. The sandbox lets no template change it."""
+
+    __slots__ = ("written",)
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        super().__init__(value)
+        self.written: str | None = None
+
+
 def _tool_dict(tool: Tool) -> dict[str, Any]:
+    return _known_tool(tool) if len(tool.parameters_json_schema) <= _KNOWN_SCHEMA_CHARS else _read_tool(tool)
+
+
+@lru_cache(maxsize=1024)
+def _known_tool(tool: Tool) -> dict[str, Any]:
+    return _read_tool(tool)
+
+
+def _read_tool(tool: Tool) -> dict[str, Any]:
     try:
         parameters = json.loads(tool.parameters_json_schema)
     except (ValueError, RecursionError) as error:
         raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are no JSON: {error}") from error
     if not isinstance(parameters, dict):
         raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are no JSON object")
-    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
-    return {"type": "function", "function": function}
+    function = _Known({"name": tool.name, "description": tool.description, "parameters": parameters})
+    return _Known({"type": "function", "function": function})
 
 
 def _to_json(
@@ -220,7 +242,11 @@ def _to_json(
 ) -> str:
     # Jinja's own tojson escapes for HTML; models were trained on text without those escapes.
     if not (ensure_ascii or sort_keys or indent is not None or separators is not None):
-        return _JSON.encode(value)
+        if type(value) is not _Known:
+            return _JSON.encode(value)
+        if value.written is None:
+            value.written = _JSON.encode(value)
+        return value.written
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -234,7 +260,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """As the sandbox has it."""
         kind = type(obj)
-        if kind is dict and attribute not in _OF_DICTS:
+        if (kind is dict or kind is _Known) and attribute not in _OF_DICTS:
             # Found or not, no attribute of an object is reached. The sandbox would first fail to find one.
             try:
                 return obj[attribute]

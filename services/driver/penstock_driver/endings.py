@@ -48,6 +48,8 @@ def failure_of(error: PenstockError, phase: Phase) -> Failure:
 
     An installer's error says by itself where no retry helps, such as a package that does not exist.
     """
+    if error.reason == "BUDGET_EXHAUSTED":  # the gate opens no rollout in a run that is used up
+        return Failure(Cause.BUDGET, "BUDGET_EXHAUSTED", error.message, False, phase)
     passing = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or error.reason == "SANDBOX_LOST"
     retriable = passing and error.metadata.get("permanent") != "true"
     return Failure(Cause.INFRASTRUCTURE, error.reason, error.message, retriable, phase)

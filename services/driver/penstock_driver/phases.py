@@ -353,6 +353,8 @@ class Conductor:
             try:
                 return await work()
             except (ResourceExhausted, Unavailable) as error:
+                if error.reason == "BUDGET_EXHAUSTED":  # a run's, which no wait brings back
+                    raise
                 wait = error.retry_after_s if error.retry_after_s is not None else delay
                 is_full = isinstance(error, ResourceExhausted)
                 patience = self._order.limits.prepare_s if is_full else UNAVAILABLE_PATIENCE_S

@@ -92,6 +92,7 @@ class SandboxTerms:
     memory_bytes: int | None = None
     pids: int | None = None
     disk_bytes: int | None = None
+    user: str = ""
     setup_network: bytes = b""
     """What setup may reach, in the adapter's form; empty for nothing."""
 

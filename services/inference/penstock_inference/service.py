@@ -190,7 +190,8 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def Parse(self, request: pb.ParseRequest, context: Context) -> pb.ParseResponse:  # noqa: N802
         if self._codec is None:
             raise missing_capability("parse")
-        parsed = await asyncio.to_thread(self._codec.parse, convert.token_ids(request.token_ids, "token_ids"))
+        token_ids, tools = convert.token_ids(request.token_ids, "token_ids"), messages.tools_from(request.tools)
+        parsed = await asyncio.to_thread(self._codec.parse, token_ids, tools=tools)
         return pb.ParseResponse(
             message=messages.assistant_message(parsed.message),
             finish_reason=messages.finish_reason(parsed.finish_reason),

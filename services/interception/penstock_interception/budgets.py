@@ -1,6 +1,6 @@
-"""Budgets of one rollout: what it may use, what it has used, and what that means for the next call (R35, R88).
+"""Budgets of a rollout and of a run: what may be used, what is used, and what that means for the next call (R35, R88).
 
-Reaching a budget never cuts a call that was admitted: it refuses the next one.
+Reaching a budget never cuts a call that was admitted: it refuses the next one. Plain values; `metering` applies them.
 """
 
 from __future__ import annotations
@@ -11,47 +11,84 @@ DEFAULT_CALL_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Budgets:
-    """Limits; None is unlimited. Times in seconds."""
+class CallRate:
+    """A token bucket: it holds `burst` calls, and `calls` flow in evenly in each `period_s`."""
+
+    calls: int
+    period_s: float
+    burst: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunBudgets:
+    """What a run's rollouts may use together; None is unlimited. Times in seconds, sizes in bytes."""
 
     max_calls: int | None = None
+    max_prompt_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_total_tokens: int | None = None
-    max_tokens_per_call: int | None = None
-    call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S
+    max_request_bytes: int | None = None
     wall_time_s: float | None = None
+    call_rate: CallRate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets(RunBudgets):
+    """What one rollout may use, in all and in one call."""
+
+    max_tokens_per_call: int | None = None
+    max_request_bytes_per_call: int | None = None
+    call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S
     max_tool_calls: int | None = None
 
 
 @dataclass(slots=True)
 class Spent:
-    """What a rollout has used: calls admitted, tokens of calls delivered."""
+    """What was used: calls and request bytes when they are admitted, tokens when a call is delivered."""
 
     calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    request_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of prompts and completions."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def add(self, other: Spent) -> None:
+        """Adds what was used elsewhere."""
+        self.calls += other.calls
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.request_bytes += other.request_bytes
 
 
-def exhausted(budgets: Budgets, spent: Spent, age_s: float) -> str:
-    """The name of the budget that forbids another call; "" when none does."""
-    if budgets.max_calls is not None and spent.calls >= budgets.max_calls:
-        return "max_calls"
-    if budgets.max_completion_tokens is not None and spent.completion_tokens >= budgets.max_completion_tokens:
-        return "max_completion_tokens"
-    total = spent.prompt_tokens + spent.completion_tokens
-    if budgets.max_total_tokens is not None and total >= budgets.max_total_tokens:
-        return "max_total_tokens"
+def exhausted(budgets: RunBudgets, spent: Spent, age_s: float, request_bytes: int) -> str:
+    """The name of the budget that forbids another call with a body of this size; "" when none does."""
+    used = (
+        ("max_calls", budgets.max_calls, spent.calls + 1),
+        ("max_prompt_tokens", budgets.max_prompt_tokens, spent.prompt_tokens + 1),
+        ("max_completion_tokens", budgets.max_completion_tokens, spent.completion_tokens + 1),
+        ("max_total_tokens", budgets.max_total_tokens, spent.tokens + 1),
+        ("max_request_bytes", budgets.max_request_bytes, spent.request_bytes + max(1, request_bytes)),
+    )
+    for name, most, wanted in used:
+        if most is not None and wanted > most:
+            return name
     if budgets.wall_time_s is not None and age_s >= budgets.wall_time_s:
         return "wall_time"
     return ""
 
 
-def allowed_tokens(budgets: Budgets, spent: Spent, asked: int | None) -> int | None:
-    """Most tokens that a call may sample: what it asked for, bounded by the budgets; None is unbounded."""
-    bounds = [asked, budgets.max_tokens_per_call]
+def tokens_left(budgets: RunBudgets, spent: Spent) -> tuple[int | None, str]:
+    """How many tokens a call that was admitted may still sample, and the budget that says so; None is unbounded."""
+    left: int | None = None
+    name = ""
     if budgets.max_completion_tokens is not None:
-        bounds.append(max(1, budgets.max_completion_tokens - spent.completion_tokens))
+        left, name = max(1, budgets.max_completion_tokens - spent.completion_tokens), "max_completion_tokens"
     if budgets.max_total_tokens is not None:
-        bounds.append(max(1, budgets.max_total_tokens - spent.prompt_tokens - spent.completion_tokens))
-    known = [bound for bound in bounds if bound is not None]
-    return min(known) if known else None
+        total = max(1, budgets.max_total_tokens - spent.tokens)
+        if left is None or total < left:
+            left, name = total, "max_total_tokens"
+    return left, name

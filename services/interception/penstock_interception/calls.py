@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from penstock_codec.chat import Message, Sampling
 from penstock_codec.quick import quick
-from penstock_interception.budgets import Budgets, Spent
+from penstock_interception.budgets import Budgets, RunBudgets, Spent
 from penstock_interception.completions import Completion, Failure
 from penstock_interception.graph.model import CallClass, Plan
+from penstock_interception.tokens import Grant, TokenTerms
 
 if TYPE_CHECKING:
     from penstock_interception.sessions import Lane, Session
@@ -149,6 +150,8 @@ class Opening:
     task_id: str | None = None
     group_index: int | None = None
     sampling_override: Sampling = Sampling()  # noqa: RUF009 - immutable
+    run_budgets: RunBudgets | None = None
+    token_terms: TokenTerms = TokenTerms()  # noqa: RUF009 - immutable
 
 
 @quick
@@ -186,6 +189,10 @@ class Arrival:
     tools_sha256: bytes = b""
     normalisations: tuple[str, ...] = ()
     agent_session: tuple[tuple[str, str], ...] = ()
+    # Of the body, which is not kept in memory, nor anywhere in black box mode.
+    body_bytes: int = 0
+    # The budget that lowered `max_tokens` to what was left of it; "" when none did.
+    bounded_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,11 +222,19 @@ class Totals:
     completion_tokens: int = 0
     last_failure_reason: str = ""
     last_failure_retriable: bool = False
+    request_bytes: int = 0
+    # Requests that a used-up budget refused: they are no calls.
+    refused: int = 0
 
     @property
     def open(self) -> int:
         """Calls that are not ended."""
         return self.calls - self.delivered - self.failed - self.cancelled - self.expired
+
+    @property
+    def spent(self) -> Spent:
+        """What of it budgets count."""
+        return Spent(self.calls, self.prompt_tokens, self.completion_tokens, self.request_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -227,8 +242,6 @@ class Rollout:
     """One rollout at the gate."""
 
     opening: Opening
-    salt: str
-    token_digest: bytes
     created: float
     facts: ModelFacts = ModelFacts()
     state: RolloutState = RolloutState.OPEN
@@ -236,7 +249,8 @@ class Rollout:
     close_reason: str = ""
     exhausted_budget: str = ""
     totals: Totals = field(default_factory=Totals)
-    spent: Spent = field(default_factory=Spent)
+    # By id, oldest first; the first is the opening's.
+    grants: dict[bytes, Grant] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     by_retry_key: dict[str, Call] = field(default_factory=dict)
     queued: dict[str, Call] = field(default_factory=dict)
@@ -254,6 +268,11 @@ class Rollout:
     def id(self) -> str:
         """The client's identifier of the rollout."""
         return self.opening.rollout_id
+
+    def age_s(self, now: float) -> float:
+        """Seconds since it was opened, those not counted in which its calls were held."""
+        held = now - self.held_since if self.held_since is not None else 0.0
+        return now - self.created - self.paused_s - held
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -319,19 +338,23 @@ class Call:
         return self.accepted_digest is not None
 
 
-def count_ended(call: Call) -> None:
-    """Adds a call that has ended to its rollout's totals, and to what it has spent."""
-    totals, spent = call.rollout.totals, call.rollout.spent
+def count_ended(call: Call, totals: Totals) -> None:
+    """Adds a call that has ended to the totals of its rollout."""
     name = call.state.value
     setattr(totals, name, getattr(totals, name) + 1)
     if call.state is CallState.FAILED and call.failure is not None:
         totals.last_failure_reason = call.failure.reason
         totals.last_failure_retriable = call.failure.retriable
-    if call.state is CallState.DELIVERED and call.completion is not None:
-        prompt = call.prompt.count if call.prompt is not None else 0
-        if call.completion.usage is not None:
-            prompt = call.completion.usage.prompt_tokens
-        totals.prompt_tokens += prompt
-        spent.prompt_tokens += prompt
-        totals.completion_tokens += call.completion.count
-        spent.completion_tokens += call.completion.count
+    prompt, completion = tokens_of(call)
+    totals.prompt_tokens += prompt
+    totals.completion_tokens += completion
+
+
+def tokens_of(call: Call) -> tuple[int, int]:
+    """Tokens of prompt and completion of a call, as budgets count them: 0 unless it was delivered."""
+    completion = call.completion
+    if call.state is not CallState.DELIVERED or completion is None:
+        return 0, 0
+    if completion.usage is not None:
+        return completion.usage.prompt_tokens, completion.count
+    return call.prompt.count if call.prompt is not None else 0, completion.count

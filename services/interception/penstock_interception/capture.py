@@ -8,13 +8,15 @@ there is nothing to train on, or what there is must not be.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from penstock_interception.calls import Call, CallState, Mode, Rollout, RolloutState
 from penstock_interception.conversation import Conversation
 from penstock_interception.graph import Branch, CallClass, LogprobsMode, Sample
+from penstock_interception.graph.model import TurnSpan
 
+_TRUNCATED, _BUDGET = "TRUNCATED", "BUDGET"
 _SIDE = frozenset({CallClass.TITLE, CallClass.PROBE, CallClass.RETRY})
 
 
@@ -86,12 +88,15 @@ def capture(rollout: Rollout, conversation: Conversation, *, after_index: int | 
     graph = conversation.graph
     calls = tuple(rollout.calls if after_index is None else rollout.calls[max(0, after_index + 1) :])
     classes = graph.call_classes()
-    samples = graph.samples() if after_index is None else ()
+    # Who reads an open rollout call by call wants neither samples nor, yet, what they come to.
+    whole = after_index is None or rollout.state is RolloutState.CLOSED
+    samples = tuple(_told_of_budgets(graph.samples(), rollout.calls)) if whole else None
     findings = tuple(_findings(rollout, classes, samples))
     answered = [call for call in rollout.calls if call.state is CallState.DELIVERED]
     level = min((level_of(call) for call in answered), key=_LEVELS.index, default=CaptureLevel.NONE)
     grade = _grade(findings) if rollout.state is RolloutState.CLOSED else None
-    return Capture(rollout, calls, classes, graph.branches(), samples, level, grade, findings, graph.chain_head)
+    shown = samples if samples is not None and after_index is None else ()
+    return Capture(rollout, calls, classes, graph.branches(), shown, level, grade, findings, graph.chain_head)
 
 
 def _grade(findings: tuple[Finding, ...]) -> Grade:
@@ -102,23 +107,37 @@ def _grade(findings: tuple[Finding, ...]) -> Grade:
     return Grade.EXACT
 
 
-def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sample, ...]) -> Iterator[Finding]:
+def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sample, ...] | None) -> Iterator[Finding]:
     if rollout.opening.mode is Mode.BLACK_BOX:
         yield Finding(Severity.FATAL, "NOT_CAPTURED", "Nothing is captured in black box mode.")
         return
-    trainable = False
     for call in rollout.calls:
-        side = classes.get(call.id, CallClass.MAIN) in _SIDE
-        yield from _findings_of(call, side)
-        trainable = trainable or (not side and level_of(call) is CaptureLevel.TOKENS_AND_LOGPROBS)
-    if not trainable:
-        yield Finding(Severity.FATAL, "NOTHING_TO_TRAIN", "No call of the main lines has tokens with logprobs.")
+        yield from _findings_of(call, classes.get(call.id, CallClass.MAIN) in _SIDE)
+    if samples is not None and not any(sample.loss_mask.any() for sample in samples):
+        yield Finding(Severity.FATAL, "NOTHING_TO_TRAIN", "No token of any sample is trained.")
     if rollout.exhausted_budget:
         yield Finding(Severity.WARNING, "BUDGET_EXHAUSTED", f"The budget {rollout.exhausted_budget} was used up.")
+    bounded = {call.id: call.arrival.bounded_by for call in rollout.calls if call.arrival.bounded_by}
+    for sample in samples or ():
+        if not sample.truncated:
+            continue
+        turn, limit = sample.turns[-1] if sample.turns else None, "a limit"
+        if turn is not None and turn.untrained == _BUDGET:
+            limit = f"the budget {bounded[turn.call_id]}"
+        text = f"The last turn of branch {sample.branch_id} was cut by {limit} and is not trained."
+        yield Finding(Severity.WARNING, "TURN_TRUNCATED", text, turn.call_id if turn is not None else None)
+
+
+def _told_of_budgets(samples: tuple[Sample, ...], calls: list[Call]) -> Iterator[Sample]:
+    """The samples, with what a budget cut told from what another limit cut: neither is trained."""
+    bounded = {call.id for call in calls if call.arrival.bounded_by}
     for sample in samples:
-        if sample.truncated:
-            text = f"The last turn of branch {sample.branch_id} was cut by a limit and is not trained."
-            yield Finding(Severity.WARNING, "TURN_TRUNCATED", text, sample.turns[-1].call_id if sample.turns else None)
+        cut = bounded and any(turn.untrained == _TRUNCATED and turn.call_id in bounded for turn in sample.turns)
+        yield replace(sample, turns=tuple(_by_budget(turn, bounded) for turn in sample.turns)) if cut else sample
+
+
+def _by_budget(turn: TurnSpan, bounded: set[str]) -> TurnSpan:
+    return replace(turn, untrained=_BUDGET) if turn.untrained == _TRUNCATED and turn.call_id in bounded else turn
 
 
 def _findings_of(call: Call, side: bool) -> Iterator[Finding]:

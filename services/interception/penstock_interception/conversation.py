@@ -113,8 +113,8 @@ class Conversation:
         prompt = Prompt(node.prompt_count, node.keep, record.call_class, node.branch_id, record.parent_call_id)
         usage = completion.usage
         if tokens is not None or usage is None:
-            count = completion.count
-            usage = replace(usage or Usage(0, 0), prompt_tokens=node.prompt_count, completion_tokens=count)
+            thought, cached = (usage.reasoning_tokens, usage.cached_tokens) if usage is not None else (None, None)
+            usage = Usage(node.prompt_count, completion.count, thought, cached)
         taken = replace(completion, tokens=tokens, prompt_ids=None, finish_reason=finish, usage=usage)
         return Recorded(
             completion=taken,

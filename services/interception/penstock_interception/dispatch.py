@@ -13,11 +13,12 @@ a resume look at all rollouts of a lane.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from penstock_chassis.errors import NotFound, ResourceExhausted
+from penstock_codec.random_ids import random_id
 from penstock_interception.calls import Call, CallState, Mode, Rollout
 from penstock_interception.clock import Clock
 from penstock_interception.deadlines import Deadlines
@@ -211,9 +212,12 @@ class Dispatcher:
         view: View,
         policy_version: int | None = None,
         resume: str | None = None,
+        has: Container[str] | None = None,
         lease_s: float | None = None,
     ) -> Session:
         """A trainer comes. With `resume`, what that session holds stays leased to this one; `session.held` has it.
+
+        `has` are the calls that the trainer knows of: what else the session holds is sent again. None = all.
 
         Raises ResourceExhausted: SESSION_LIMIT.
         """
@@ -229,7 +233,7 @@ class Dispatcher:
         if policy_version is not None:
             self.announce(session, policy_version)
         if old is not None:
-            self._take_over(old, session)
+            self._take_over(old, session, has)
             session.resumed = True
         self._fill(session)
         return session
@@ -332,7 +336,7 @@ class Dispatcher:
         self._unqueue(call)
         call.holder = session
         call.state = CallState.LEASED
-        call.lease_id = secrets.token_hex(8)
+        call.lease_id = random_id()[:16]
         call.lease_s = session.lease_s
         self._mark_given(call)
         session.hold(call)
@@ -411,15 +415,17 @@ class Dispatcher:
             self._listener.rollout_held(rollout)
         rollout.holds.add(session_id)
 
-    def _take_over(self, old: Session, session: Session) -> None:
+    def _take_over(self, old: Session, session: Session, has: Container[str] | None) -> None:
         self._deadlines.drop(("session", old.id))
         for call in list(old.held.values()):
             old.release(call)
             call.holder = session
             session.hold(call)
-        unsent = old.drain_calls()
-        for call in unsent:  # leased, but its frame never left
-            session.send(call)
+        unsent = {call.id for call in old.drain_calls()}
+        for call in session.held.values():
+            # Its frame never left, or was lost on the way, or with the service.
+            if call.id in unsent or (has is not None and call.id not in has and not call.claimed):
+                session.send(call)
         old.taken_over = True
         self._listener.session_resumed(old, session)
         if old.id in old.lane.paused_by:

@@ -10,9 +10,6 @@ The gate knows no wire. Whoever knows tokens (`Recorder`) judges and records ans
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import cast
@@ -21,8 +18,9 @@ import structlog
 
 from penstock_chassis.errors import AlreadyExists, NotFound, ResourceExhausted, Unavailable
 from penstock_codec.chat import Sampling
+from penstock_codec.random_ids import random_id
 from penstock_interception.answers import Answers
-from penstock_interception.budgets import allowed_tokens, exhausted
+from penstock_interception.audit import Audit
 from penstock_interception.calls import (
     Arrival,
     Call,
@@ -38,15 +36,17 @@ from penstock_interception.calls import (
 from penstock_interception.changes import Changes
 from penstock_interception.clock import Clock
 from penstock_interception.completions import Failure
+from penstock_interception.credentials import Credentials
 from penstock_interception.deadlines import Deadlines
 from penstock_interception.dispatch import DeadlineKey, Dispatcher
 from penstock_interception.graph.model import Plan
 from penstock_interception.limits import GateLimits
+from penstock_interception.metering import Metering
 from penstock_interception.ports import (
     Recorder,
     Store,
 )
-from penstock_interception.sampling import with_max_tokens
+from penstock_interception.runs import Run
 from penstock_interception.sessions import Selector, Session
 from penstock_interception.tools.desk import ToolDesk
 
@@ -63,6 +63,9 @@ class Gate:
         self.clock = clock or Clock()
         self.changes = Changes(int(self.clock.wall() * 1e6))
         self.draining = False
+        self.audit = Audit(self.clock.steady)
+        self.credentials = Credentials(store, self.find, clock=self.clock, audit=self.audit)
+        self.metering = Metering(store, clock=self.clock, audit=self.audit)
         self._store = store
         self._recorder = recorder
         # Set when `next_deadline` is sooner than it was.
@@ -106,7 +109,12 @@ class Gate:
     async def open(
         self, opening: Opening, *, facts: ModelFacts | None = None, caller_key: str | None = None
     ) -> Rollout:
-        """Opens a rollout and returns it once that is on disk. Idempotent by request id."""
+        """Opens a rollout and returns it once that is on disk. Idempotent by request id.
+
+        Raises what find_opening and Metering.check raise, and:
+            Unavailable: DRAINING.
+            ResourceExhausted: ROLLOUT_LIMIT.
+        """
         before = self.find_opening(opening)
         if before is not None:
             before.caller_key = caller_key
@@ -115,11 +123,12 @@ class Gate:
             raise Unavailable("The service is stopping.", reason="DRAINING", retry_after_s=5.0)
         if self._open_rollouts >= self.limits.max_rollouts:
             raise ResourceExhausted("Too many rollouts are open.", reason="ROLLOUT_LIMIT", retry_after_s=5.0)
-        salt = secrets.token_hex(16)
-        digest = hashlib.sha256(self._store.token_of(opening.rollout_id, salt).encode()).digest()
-        rollout = Rollout(opening, salt, digest, self.clock.wall(), facts=facts or ModelFacts(), caller_key=caller_key)
-        tools = self.tools.open(opening)
-        written = self._store.put_rollout(rollout, tools)
+        self.metering.check(opening)
+        rollout = Rollout(opening, self.clock.wall(), facts=facts or ModelFacts(), caller_key=caller_key)
+        first = self.credentials.first(opening)
+        rollout.grants[first.id] = first
+        run = self.metering.open(rollout, self._rollouts.values())
+        written = self._store.put_rollout(rollout, self.tools.open(opening), run)
         self._keep(rollout)
         self.dispatcher.link(rollout)
         try:
@@ -132,19 +141,6 @@ class Gate:
             self.tools.close(rollout.id)
             self._drop(rollout)
             raise
-        return rollout
-
-    def token(self, rollout: Rollout) -> str:
-        """The rollout's credential; derived, not stored."""
-        return self._store.token_of(rollout.id, rollout.salt)
-
-    def authorise(self, rollout_id: str, token: str) -> Rollout | None:
-        """The rollout, when the token is its own and it is not closed; unknown and not yours look the same (R5)."""
-        rollout = self._rollouts.get(rollout_id)
-        expected = rollout.token_digest if rollout is not None else bytes(32)
-        same = hmac.compare_digest(hashlib.sha256(token.encode(errors="replace")).digest(), expected)
-        if rollout is None or not same or rollout.state is RolloutState.CLOSED:
-            return None
         return rollout
 
     def rollout(self, rollout_id: str) -> Rollout:
@@ -182,46 +178,37 @@ class Gate:
         if rollout_id not in self._rollouts:
             return
         rollout = await self.close(rollout_id, "DELETED")
-        self._drop(rollout)
-        await self._store.delete_rollout(rollout_id)
+        await self._store.delete_rollout(rollout_id, self._drop(rollout))
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
     def admit(self, rollout: Rollout, arrival: Arrival) -> Call:
         """A new call of an agent, to be journalled next; it is offered when its prompt is made.
 
-        Raises:
+        Raises what Metering.admit and Metering.pace raise, and:
             Unavailable: DRAINING.
-            ResourceExhausted: BUDGET_EXHAUSTED (for good), CALL_LIMIT (for now, with a delay).
+            ResourceExhausted: CALL_LIMIT (for now, with a delay).
         """
         if self.draining:
             raise Unavailable("The service is stopping.", reason="DRAINING", retry_after_s=2.0)
         budgets, now = rollout.opening.budgets, self.clock.wall()
-        budget = rollout.exhausted_budget or exhausted(budgets, rollout.spent, self._age(rollout))
-        if budget:
-            if rollout.state is RolloutState.OPEN:
-                rollout.state, rollout.exhausted_budget = RolloutState.EXHAUSTED, budget
-                self._store.update_rollout(rollout)
-            raise ResourceExhausted(
-                f"The rollout's budget {budget} is used up.", reason="BUDGET_EXHAUSTED", metadata={"budget": budget}
-            )
+        self.metering.admit(rollout, arrival.body_bytes)
         if rollout.totals.open >= self.limits.max_open_calls_per_rollout:
             raise ResourceExhausted("Too many calls wait in this rollout.", reason="CALL_LIMIT", retry_after_s=1.0)
+        self.metering.pace(rollout)
+        arrival = self.metering.bounded(rollout, arrival)
         call = Call(
-            id=secrets.token_hex(16),
+            id=random_id(),
             rollout=rollout,
             index=len(rollout.calls),
             arrival=arrival,
             received=now,
             expires=now + budgets.call_timeout_s,
-            sampling=with_max_tokens(
-                arrival.sampling, allowed_tokens(budgets, rollout.spent, arrival.sampling.max_tokens)
-            ),
+            sampling=arrival.sampling,
             ended=asyncio.get_running_loop().create_future(),
             delegated=rollout.opening.mode is not Mode.INTERCEPTION_GATE,
         )
-        rollout.spent.calls += 1
-        rollout.totals.calls += 1
+        self.metering.admitted(call)
         self._calls[call.id] = call
         rollout.calls.append(call)
         rollout.by_retry_key[arrival.retry_key] = call
@@ -343,6 +330,9 @@ class Gate:
                 self.dispatcher.pause_over(str(key))
             elif kind == "retention":
                 await self.delete(str(key))
+            elif kind == "run":
+                if self.metering.forget(str(key)):
+                    self._store.runs.delete(str(key))
             elif (call := self._calls.get(str(key))) is not None and not call.claimed:
                 if kind == "expire":
                     self._end(call, CallState.EXPIRED, "EXPIRED")
@@ -354,6 +344,11 @@ class Gate:
                     self.dispatcher.requeue(call)
 
     # After a restart -------------------------------------------------------------------------------------------------
+
+    def restore_runs(self, runs: Iterable[Run]) -> None:
+        """Takes runs back as the journal has them, when all rollouts are restored."""
+        for idle in self.metering.restore(runs, self._rollouts.values()):
+            self._set_deadline(("run", idle), self.limits.retention_s)
 
     def restore(self, rollout: Rollout, calls: list[Call]) -> None:
         """Takes a rollout back as the journal has it: its agents' retries join its open calls."""
@@ -396,13 +391,18 @@ class Gate:
         if rollout.state is not RolloutState.CLOSED:
             self._open_rollouts += 1
 
-    def _drop(self, rollout: Rollout) -> None:
+    def _drop(self, rollout: Rollout) -> Run | None:
+        """Lets go of a rollout; returns its run, which has what it used."""
         self._rollouts.pop(rollout.id, None)
         self._by_request.pop(rollout.opening.request_id, None)
         self._deadlines.drop(("retention", rollout.id))
         for call in rollout.calls:
             self._calls.pop(call.id, None)
         self._recorder.forget(rollout)
+        run, was_last = self.metering.gone(rollout)
+        if run is not None and was_last:
+            self._set_deadline(("run", run.id), self.limits.retention_s)
+        return run
 
     def _set_deadline(self, key: DeadlineKey, in_s: float) -> None:
         self._deadlines.set(key, self.clock.steady() + in_s)
@@ -411,12 +411,6 @@ class Gate:
         if not rollout.totals.open:
             return []
         return [call for call in rollout.calls if not call.state.terminal]
-
-    def _age(self, rollout: Rollout) -> float:
-        """Seconds since it was opened, those not counted in which its calls were held."""
-        now = self.clock.wall()
-        held = now - rollout.held_since if rollout.held_since is not None else 0.0
-        return now - rollout.created - rollout.paused_s - held
 
     def _end(self, call: Call, state: CallState, reason: str) -> None:
         """Ends a call that nobody has claimed."""
@@ -437,7 +431,8 @@ class Gate:
         work, call.work = call.work, None
         if work is not None and not call.claimed:
             work.cancel()
-        count_ended(call)
+        count_ended(call, call.rollout.totals)
+        self.metering.ended(call)
         if call.journalled:
             self._shrink(call)
         self.changes.call_changed(call)

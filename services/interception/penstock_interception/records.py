@@ -44,6 +44,8 @@ def dump_arrival(arrival: Arrival) -> bytes:
             "tools": arrival.tools_sha256.hex(),
             "normalisations": arrival.normalisations,
             "session": arrival.agent_session,
+            "bytes": arrival.body_bytes,
+            **({"bounded": arrival.bounded_by} if arrival.bounded_by else {}),
         }
     )
 
@@ -62,6 +64,8 @@ def load_arrival(data: bytes, *, body: bytes, body_sha256: bytes, retry_key: str
         tools_sha256=bytes.fromhex(meta["tools"]),
         normalisations=tuple(meta["normalisations"]),
         agent_session=tuple((name, value) for name, value in meta["session"]),
+        body_bytes=meta.get("bytes", 0),
+        bounded_by=meta.get("bounded", ""),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 from penstock_codec.chat import Message, Role, Sampling, TextPart, Tool, ToolChoice
@@ -13,6 +14,8 @@ from penstock_interception.calls import AgentHints
 from penstock_interception.graph.model import CallClass, CallHints
 
 BLANKED = "[...]"
+# Longer sets of tools are not kept for the next request; 128 sets are.
+KNOWN_TOOLS_CHARS = 256 << 10
 
 
 class LinePattern(Protocol):
@@ -24,7 +27,10 @@ class LinePattern(Protocol):
 @quick
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation to continue. `normalisations` say what of the body was changed or ignored, one sentence each."""
+    """A conversation to continue. `normalisations` say what of the body was changed or ignored, one sentence each.
+
+    Equal tools of several requests are one object.
+    """
 
     model: str
     messages: tuple[Message, ...]
@@ -42,7 +48,9 @@ class ChatRequest:
     tools_sha256: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tools_sha256", _digest(self.tools))
+        tools, digest = _interned(self.tools) if self.tools else ((), b"")
+        object.__setattr__(self, "tools", tools)
+        object.__setattr__(self, "tools_sha256", digest)
 
     def without_content(self) -> ChatRequest:
         """What of it a call needs that waits for its answer."""
@@ -51,9 +59,18 @@ class ChatRequest:
         )
 
 
+def _interned(tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], bytes]:
+    """The tools as they came first, and their digest: agents of a kind bring the same with each call."""
+    size = sum(len(tool.description) + len(tool.parameters_json_schema) for tool in tools)
+    return _known(tools) if size <= KNOWN_TOOLS_CHARS else (tools, _digest(tools))
+
+
+@lru_cache(maxsize=128)
+def _known(tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], bytes]:
+    return tools, _digest(tools)
+
+
 def _digest(tools: Sequence[Tool]) -> bytes:
-    if not tools:
-        return b""
     state = hashlib.sha256()
     for tool in tools:
         state.update(repr((tool.name, tool.description, tool.parameters_json_schema, tool.strict)).encode())

@@ -1,20 +1,17 @@
 """The journal of the gate: open rollouts, calls and answers, so that a kill -9 loses none of them (decision 7).
 
 One SQLite file under the chassis's journal. A method that writes fixes its place in the order at once and returns what
-to await for its commit. No credential is stored: a rollout's token is an HMAC of its id and salt under a key that lives
-in a file of its own, mode 0600.
+to await for its commit. No credential is stored: a rollout's tokens are made under a key that lives in a file of its
+own, mode 0600.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import hmac
 import os
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from sqlite3 import Row
 from typing import Literal, Self
@@ -23,10 +20,13 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.journal import Journal, Statement
-from penstock_interception import records
-from penstock_interception.budgets import Spent
-from penstock_interception.calls import Answerer, Call, CallState, Prompt, Rollout, RolloutState, Totals
+from penstock_interception import records, token_store
+from penstock_interception import runs as runs_store
+from penstock_interception.calls import Answerer, Call, CallState, Prompt, Rollout, RolloutState, Totals, count_ended
 from penstock_interception.graph.record import CommitRecord
+from penstock_interception.runs import Run, RunStore
+from penstock_interception.token_store import TokenStore
+from penstock_interception.tokens import Grant
 from penstock_interception.tools import store as tools_store
 from penstock_interception.tools.model import HostTool
 from penstock_interception.tools.store import ToolStore
@@ -71,7 +71,8 @@ class CallStore:
 
     def __init__(self, journal: Journal, key: bytes) -> None:
         self._journal = journal
-        self._key = key
+        self.tokens = TokenStore(journal, key, self._submit_all)
+        self.runs = RunStore(journal, self._submit_all)
         self.tools = ToolStore(journal, self._submit_all)
         self._answers = 0
         self._last: asyncio.Future[list[int]] | None = None
@@ -79,7 +80,8 @@ class CallStore:
     @classmethod
     async def open(cls, directory: Path, *, sync: Literal["normal", "full"] = "normal") -> Self:
         """Opens or creates the state in `directory`. Raises FailedPrecondition as Journal.open does."""
-        journal = await Journal.open(directory / "interception.sqlite3", [_SCHEMA, tools_store.SCHEMA], sync=sync)
+        schemas = [_SCHEMA, tools_store.SCHEMA, token_store.SCHEMA, runs_store.SCHEMA]
+        journal = await Journal.open(directory / "interception.sqlite3", schemas, sync=sync)
         try:
             store = cls(journal, _load_key(directory / "token.key"))
             rows = await journal.query("SELECT coalesce(max(answer_order), 0) FROM calls")
@@ -93,20 +95,17 @@ class CallStore:
         """Commits what was submitted."""
         await self._journal.aclose()
 
-    def token_of(self, rollout_id: str, salt: str) -> str:
-        """The credential of a rollout: 256 bits, the same whenever it is asked for."""
-        mac = hmac.new(self._key, f"rollout\0{rollout_id}\0{salt}".encode(), hashlib.sha256).digest()
-        return "pst_" + base64.urlsafe_b64encode(mac).decode().rstrip("=")
-
     # Writes ----------------------------------------------------------------------------------------------------------
 
-    def put_rollout(self, rollout: Rollout, tools: Iterable[HostTool] = ()) -> asyncio.Future[list[int]]:
-        """A rollout was opened, and these host tools are offered to it."""
+    def put_rollout(
+        self, rollout: Rollout, tools: Iterable[HostTool] = (), run: Run | None = None
+    ) -> asyncio.Future[list[int]]:
+        """A rollout was opened, maybe in a run that has budgets, and these host tools are offered to it."""
         opening = rollout.opening
         values = (
             opening.rollout_id,
             opening.request_id,
-            rollout.salt,
+            "",
             records.dump_opening(opening),
             rollout.state.value,
             rollout.created,
@@ -114,7 +113,9 @@ class CallStore:
             records.dump_totals(rollout.totals),
         )
         opened: Statement = ("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, '', '', 0, ?, ?)", values)
-        return self._submit_all([opened, *ToolStore.opening(opening.rollout_id, tools)])
+        granted = [TokenStore.opening(rollout.id, grant) for grant in rollout.grants.values()]
+        joined = [RunStore.opening(run)] if run is not None else []
+        return self._submit_all([opened, *granted, *joined, *ToolStore.opening(opening.rollout_id, tools)])
 
     def update_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]:
         """Its state changed."""
@@ -130,9 +131,10 @@ class CallStore:
             rollout.id,
         )
 
-    def delete_rollout(self, rollout_id: str) -> asyncio.Future[list[int]]:
-        """Removes a rollout and its calls."""
-        return self._submit("DELETE FROM rollouts WHERE rollout_id = ?", rollout_id)
+    def delete_rollout(self, rollout_id: str, run: Run | None = None) -> asyncio.Future[list[int]]:
+        """Removes a rollout and its calls; its run keeps what it used."""
+        kept = [RunStore.changed(run)] if run is not None else []
+        return self._submit_all([("DELETE FROM rollouts WHERE rollout_id = ?", (rollout_id,)), *kept])
 
     def put_call(self, call: Call) -> asyncio.Future[list[int]]:
         """A call was admitted."""
@@ -246,7 +248,8 @@ class CallStore:
     async def rollouts(self) -> list[Rollout]:
         """All rollouts, oldest first, without their calls."""
         rows = await self._journal.query("SELECT * FROM rollouts ORDER BY created")
-        return [self._load_rollout(row) for row in rows]
+        grants = await self.tokens.load()
+        return [_load_rollout(row, grants.get(row["rollout_id"], {})) for row in rows]
 
     async def rollout_of(self, call_id: str) -> str | None:
         """The id of the rollout that a call belongs to; None when it is unknown."""
@@ -267,30 +270,13 @@ class CallStore:
             call.chain_sha256, call.chain_index = record.chain, index
             count = record.keep + int(record.suffix.size)
             call.prompt = Prompt(count, record.keep, record.call_class, record.branch_id, record.parent_call_id)
-        rollout.totals, rollout.spent = _count(calls)
+        rollout.totals = replace(_count(calls), refused=rollout.totals.refused)
         leases = [
             (call, item["session_id"], item["lease_id"], item["prompt_sha256"] or b"")
             for call, item in zip(calls, rows, strict=True)
             if item["session_id"] and not call.state.terminal
         ]
         return StoredRollout(rollout, calls, graph, leases)
-
-    def _load_rollout(self, row: Row) -> Rollout:
-        opening = records.load_opening(row["opening"])
-        token = self.token_of(opening.rollout_id, row["salt"])
-        return Rollout(
-            opening,
-            row["salt"],
-            hashlib.sha256(token.encode()).digest(),
-            row["created"],
-            facts=records.load_facts(row["facts"]),
-            state=RolloutState(row["state"]),
-            closed=row["closed"],
-            close_reason=row["close_reason"],
-            exhausted_budget=row["exhausted"],
-            totals=records.load_totals(row["totals"]),
-            paused_s=row["paused_s"],
-        )
 
     def _submit(self, sql: str, *params: str | float | bytes | None) -> asyncio.Future[list[int]]:
         return self._submit_all([(sql, params)])
@@ -311,6 +297,21 @@ def _report(written: asyncio.Future[list[int]]) -> None:
     # Most writes are awaited by nobody: their order is what matters. A failure must not be silent.
     if not written.cancelled() and (error := written.exception()) is not None:
         _log.error("the journal refused a write", error=repr(error))
+
+
+def _load_rollout(row: Row, grants: dict[bytes, Grant]) -> Rollout:
+    return Rollout(
+        records.load_opening(row["opening"]),
+        row["created"],
+        facts=records.load_facts(row["facts"]),
+        state=RolloutState(row["state"]),
+        closed=row["closed"],
+        close_reason=row["close_reason"],
+        exhausted_budget=row["exhausted"],
+        totals=records.load_totals(row["totals"]),
+        grants=grants,
+        paused_s=row["paused_s"],
+    )
 
 
 def _load_call(rollout: Rollout, row: Row) -> Call:
@@ -358,17 +359,13 @@ def _load_call(rollout: Rollout, row: Row) -> Call:
     return call
 
 
-def _count(calls: list[Call]) -> tuple[Totals, Spent]:
-    totals, spent = Totals(calls=len(calls)), Spent(calls=len(calls))
+def _count(calls: list[Call]) -> Totals:
+    totals = Totals(calls=len(calls))
     for call in calls:
+        totals.request_bytes += call.arrival.body_bytes
         if call.state.terminal:
-            setattr(totals, call.state.value, getattr(totals, call.state.value) + 1)
-        if call.state is CallState.DELIVERED and call.completion is not None:
-            usage = call.completion.usage
-            spent.prompt_tokens += usage.prompt_tokens if usage is not None else 0
-            spent.completion_tokens += call.completion.count
-    totals.prompt_tokens, totals.completion_tokens = spent.prompt_tokens, spent.completion_tokens
-    return totals, spent
+            count_ended(call, totals)
+    return totals
 
 
 def _load_key(path: Path) -> bytes:

@@ -142,6 +142,7 @@ class Turns:
                 if not call.state.terminal:
                     request = self._parse(call.arrival.dialect, call.arrival.body)
                     self._prepare(call, request, leases.get(call.id))
+        self.gate.restore_runs(await self.store.runs.load())
         still_open = [rollout.opening for rollout in self.gate.rollouts() if rollout.state is not RolloutState.CLOSED]
         await self.gate.tools.restore(still_open, self.gate.dispatcher.restore_session)
         return count
@@ -170,7 +171,9 @@ class Turns:
         Raises:
             PenstockError, CodecError: as planning a call does.
             FailedPrecondition: TOKENIZER_ABSENT, where the rollout's source tells no tokens.
+            ResourceExhausted: RATE_LIMIT.
         """
+        self.gate.metering.pace(rollout)
         conversation = self._conversations[rollout.id]
         return await self.elsewhere(lambda: conversation.count(request, body_length))
 

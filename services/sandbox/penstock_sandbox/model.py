@@ -72,6 +72,7 @@ class SandboxSpec:
     user: str = ""
     lease_s: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
+    own_kernel: bool = False
     to_be_sealed: bool = field(default=False, compare=False)
     """Whether a snapshot will be made of it, for a backend that must note how its files are at the start."""
 
@@ -119,6 +120,7 @@ class Capabilities:
     kill_tree: bool = False
     live_fork: bool = False
     open_egress: bool = False
+    own_kernel: bool = False
 
 
 @dataclass(frozen=True, slots=True)

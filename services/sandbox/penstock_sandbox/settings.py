@@ -114,15 +114,19 @@ class SandboxSettings(ServiceSettings):
     docker_allowed_images: tuple[str, ...] = Field(
         ("*",), description="patterns (with * and ?) of the images that a spec may name"
     )
-    docker_reach: Literal["auto", "direct", "sidecar"] = Field(
+    docker_reach: Literal["auto", "direct", "sidecar", "inside"] = Field(
         "auto",
         description="how this service gets into Docker sandboxes: direct = it enters their namespaces (root on the "
-        "daemon's machine), sidecar = a container beside each; auto = direct where that works",
+        "daemon's machine), sidecar = a container beside each, inside = served by their first process (runtimes with a "
+        "kernel of their own, and no others); auto = the first that holds",
     )
     docker_sidecar_image: str = Field(
-        "python:3.13-slim-bookworm", description="image with python3 that sidecars are made from"
+        "python:3.13-slim-bookworm",
+        description="image with python3 that sidecars are made from, and from which gVisor's sandboxes are served",
     )
-    docker_runtime: str = Field("", description="runtime of Docker sandboxes, such as runsc; empty = the daemon's")
+    docker_runtime: str = Field(
+        "", description="runtime of Docker sandboxes, such as runsc (gVisor); empty = the daemon's"
+    )
     docker_read_only: bool = Field(
         False,
         description="give Docker sandboxes a read-only root, with home, working directory and /tmp in bounded memory: "

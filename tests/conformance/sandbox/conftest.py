@@ -37,11 +37,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         call = getattr(item, "callspec", None)
         name = call.params.get("service") if call is not None else None
-        if isinstance(name, str) and name in SERVICES and getattr(item, "originalname", "") in SERVICES[name].left_out:
+        if isinstance(name, str) and getattr(item, "originalname", "") in _left_out(config, name):
             left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def _left_out(config: pytest.Config, name: str) -> Mapping[str, str]:
+    """The tests that are not run on a service, and why."""
+    variant = SERVICES.get(name)
+    if variant is None:
+        return {}
+    return variant.left_out if config.getoption("--backend") else {**variant.left_out, **variant.left_out_unless_named}
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -51,7 +59,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"not run without --backend {name}: {why}" for name, why in idle] + [
         f"not run on {name}: {test} ({why})"
         for name in config.getoption("--backend") or SERVICES
-        for test, why in SERVICES[name].left_out.items()
+        for test, why in _left_out(config, name).items()
     ]
 
 

@@ -33,6 +33,7 @@ _SPECS: dict[str, dict[str, Any]] = {
     "limit_pids": {"resources": sb.Resources(pids=100)},
     "limit_disk": {"resources": sb.Resources(disk_bytes=1 << 28)},
     "root": {"user": "root"},
+    "own_kernel": {"own_kernel": True},
     "toolboxes": {"toolbox_ids": ["any"]},
 }
 """For each capability that a spec can ask for, a spec that does."""

@@ -47,6 +47,8 @@ class Variant:
     """Backends that are no part of the product: entry point name -> "module:callable" under the repository's root."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Tests that are not run on it, and why, told at the head of every run. Never what it should refuse (`needs`)."""
+    left_out_unless_named: Mapping[str, str] = field(default_factory=dict)
+    """The same, where `--backend` does not name it: what is slow on it and not its own business."""
     on_demand: str = ""
     """Why it is run only when `--backend` names it; told at the head of every run."""
     surroundings: Callable[[], AbstractAsyncContextManager[Mapping[str, str]]] | None = None
@@ -84,7 +86,7 @@ SERVICES: Mapping[str, Variant] = {
     "hf-hub": Variant(_HF, surroundings=_hf_jobs),
     "hf-sandbox": Variant(
         {**_HF, "PENSTOCK_SANDBOX_HF_CLIENT": "hf-sandbox", "PYTHONPATH": str(_ROOT / "tests/support/hf_jobs/hasten")},
-        on_demand="seconds for each sandbox and each request: an hour in all",
+        on_demand="seconds for each sandbox and each request: more than half an hour in all",
         left_out={
             "test_a_hundred_megabytes_go_in_and_come_out": "a request for every piece: minutes, and the call gives two",
             "test_fifty_sandboxes_at_once_all_work": "eight are made at a time, in seconds each: more than a minute",
@@ -100,6 +102,39 @@ SERVICES: Mapping[str, Variant] = {
     # A real engine, entered by the service, and by a container beside each sandbox.
     "docker": Variant(dockerd.settings("direct"), surroundings=dockerd.running),
     "docker-sidecar": Variant(dockerd.settings("sidecar"), surroundings=dockerd.running),
+    # The same engine with gVisor as the runtime: served from inside.
+    "docker-gvisor": Variant(
+        dockerd.gvisor_settings(),
+        left_out_unless_named={
+            **dict.fromkeys(
+                (
+                    "test_fifty_sandboxes_at_once_all_work",
+                    "test_lists_are_by_label_and_in_pages_newest_first",
+                    "test_a_create_waits_for_a_place_until_its_deadline_is_near",
+                    "test_a_lease_ends_with_the_sandboxs_life_and_the_answer_says_so",
+                ),
+                "many sandboxes of a second each, for what is the service's own business",
+            ),
+            **dict.fromkeys(
+                (
+                    "test_a_name_of_any_content_is_a_name",
+                    "test_a_file_of_any_size_comes_back_as_it_was_written",
+                    "test_a_tar_with_a_bad_member_is_refused_before_anything_is_unpacked",
+                    "test_an_argument_of_any_content_arrives_intact",
+                ),
+                "many sandboxes of a second each, for what the attendant does alike everywhere",
+            ),
+            **dict.fromkeys(
+                (
+                    "test_a_repeated_fork_gives_the_same_children",
+                    "test_a_setup_that_fails_tells_which_command_and_leaves_nothing",
+                    "test_a_deleted_snapshots_forks_live_on_and_new_ones_are_refused",
+                ),
+                "images of the daemon's, as with every runtime",
+            ),
+        },
+        surroundings=dockerd.running_gvisor,
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.struct_pb2 import Struct
 from tests.integration.driver.stack import TOKEN, Stack
 from tests.support.upstream import vendor
@@ -150,6 +151,43 @@ async def test_a_repeated_creation_gives_the_same_rollout_and_another_under_its_
     reused = rollout_service_pb2.CreateRolloutRequest(request_id="new", spec=echo_rollout(), rollout_id="mine-1")
     assert (await refusal(rollouts.CreateRollout(reused))).reason == "ROLLOUT_EXISTS"
     await wait(rollouts, "mine-1")
+
+
+async def test_budgets_of_a_run_and_the_tokens_terms_reach_the_gate_and_are_refused_before_anything_starts(
+    rollouts: Any, echo: agent_service_pb2.Agent
+) -> None:
+    """R63: what does not hold is named by field; a difference from the run's budgets refuses the creating call."""
+    terms: dict[str, Any] = {
+        "run_id": "run",
+        "run_budgets": interception_pb2.RunBudgets(max_calls=9, call_rate=interception_pb2.CallRate(calls=5)),
+        "token_terms": interception_pb2.TokenTerms(scopes=[interception_pb2.TOKEN_SCOPE_COMPLETIONS]),
+    }
+    request = rollout_service_pb2.CreateRolloutRequest(request_id="one", spec=echo_rollout(**terms))
+    created = (await rollouts.CreateRollout(request)).rollout
+    assert created.spec.run_budgets.max_calls == 9
+    assert not (await wait(rollouts, created.rollout_id)).outcome.HasField("failure")
+    other = {**terms, "run_budgets": interception_pb2.RunBudgets(max_calls=8)}
+    request = rollout_service_pb2.CreateRolloutRequest(request_id="two", spec=echo_rollout(**other))
+    error = await refusal(rollouts.CreateRollout(request))
+    assert error.reason == "RUN_BUDGETS_DIFFER"
+    fields = {violation.field for violation in error.violations}
+    assert fields == {"run_budgets.max_calls", "run_budgets.call_rate"}
+    wrong: dict[str, Any] = {
+        "budgets": interception_pb2.Budgets(max_request_bytes=0, call_rate=interception_pb2.CallRate(burst=0)),
+        "run_budgets": interception_pb2.RunBudgets(max_calls=0),
+        "token_terms": interception_pb2.TokenTerms(scopes=[99], ttl=Duration()),  # type: ignore[list-item]
+    }
+    request = rollout_service_pb2.CreateRolloutRequest(request_id="three", spec=echo_rollout(**wrong))
+    error = await refusal(rollouts.CreateRollout(request))
+    assert {violation.field for violation in error.violations} == {
+        "spec.budgets.max_request_bytes",
+        "spec.budgets.call_rate.calls",
+        "spec.budgets.call_rate.burst",
+        "spec.run_budgets.max_calls",
+        "spec.run_budgets",
+        "spec.token_terms.scopes[0]",
+        "spec.token_terms.ttl",
+    }
 
 
 async def test_a_group_is_watched_in_one_stream_that_ends_with_the_group(

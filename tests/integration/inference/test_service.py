@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from safetensors.numpy import save
+from tests.support import families
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
@@ -397,6 +399,23 @@ def chat_dir(tmp_path: Path) -> Path:
     directory = write_model(tmp_path / "chat", config, random_tensors(config))
     tiny.build(["hello"], tiny.MIN_VOCAB).write(directory)
     return directory
+
+
+async def test_arguments_that_a_family_writes_without_types_are_parsed_by_the_tools_that_were_offered(
+    served: Open, chat_dir: Path
+) -> None:
+    """R82: as the gate parses them; without the tools they stay text."""
+    (chat_dir / "chat_template.jinja").write_text(families.template("qwen3_coder"), "utf-8")
+    codec = Codec.load(TokenizerFiles.from_directory(chat_dir))
+    schema = '{"type": "object", "properties": {"n": {"type": "integer"}}}'
+    tool = chat_pb2.Tool(name="bash", parameters_json_schema=schema)
+    text = "<tool_call>\n<function=bash>\n<parameter=n>\n30\n</parameter>\n</function>\n</tool_call><|im_end|>"
+    async with served(chat_dir) as stub:
+        found = [
+            (await stub.Parse(pb.ParseRequest(token_ids=ids(codec.encode(text)), tools=tools))).message
+            for tools in ([], [tool])
+        ]
+    assert [json.loads(message.parts[-1].tool_call.arguments_json) for message in found] == [{"n": "30"}, {"n": 30}]
 
 
 async def test_messages_render_to_the_ids_of_the_codec_and_completions_parse_back(

@@ -9,6 +9,7 @@ import numpy as np
 import openai
 import pytest
 
+from penstock.chat.v1 import chat_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 
 TOOL = {
@@ -34,6 +35,19 @@ async def test_a_call_waits_at_the_gate_and_the_sdk_gets_what_the_trainer_delive
     assert captured.grade == trajectory_pb2.GRADE_EXACT
     assert captured.calls[0].completion.span.token_ids == trainer.completion("hello there").span.token_ids
     assert captured.samples[0].count == call.prompt_count + answer.usage.completion_tokens
+
+
+async def test_a_rollout_whose_only_answer_was_cut_off_has_nothing_to_train(service: Any) -> None:
+    """R83: a sample without a trained token is no usable one, however many calls were captured."""
+    rollout, trainer = await service.open(), await service.trainer()
+    asked = asyncio.create_task(rollout.client().chat.completions.create(model="m", messages=ASK))
+    await trainer.answer("hello there", finish=chat_pb2.FINISH_REASON_LENGTH)
+    assert (await asked).choices[0].finish_reason == "length"
+    await service.close(rollout.rollout_id)
+    captured = await service.capture(rollout.rollout_id)
+    assert captured.grade == trajectory_pb2.GRADE_UNUSABLE
+    assert {"NOTHING_TO_TRAIN", "TURN_TRUNCATED"} <= {finding.reason for finding in captured.findings}
+    assert captured.samples[0].weight == 0
 
 
 async def test_a_second_turn_continues_the_exact_tokens_of_the_first(service: Any) -> None:

@@ -72,6 +72,8 @@ async def test_each_place_of_a_credential_is_accepted_and_none_of_another_rollou
         ("POST", "/v1/responses/compact", 404),
         ("GET", "/", 404),
         ("DELETE", "/v1/models", 404),
+        ("POST", "/v1/chat%0A/completions", 404),
+        ("POST", "/%0D%0A", 404),
     ],
 )
 async def test_a_route_that_is_not_there_is_the_dialects_404(

@@ -178,7 +178,15 @@ async def test_arguments_that_break_the_schema_come_back_to_the_agent_and_not_to
             await agent.call_tool("no_such_tool", {})
         assert unknown.value.error.code == -32602
     assert not trainer._of("tool_calls")
-    assert not (await service.capture(rollout.rollout_id)).host_tool_calls
+    calls = (await service.capture(rollout.rollout_id)).host_tool_calls
+    assert [json.loads(call.arguments_json) for call in calls] == [
+        {"word": "NO", "count": 0, "more": 1},
+        {},
+        {"word": deep},
+    ]
+    assert {(call.state, call.is_error, call.end_reason) for call in calls} == {
+        (trajectory_pb2.CALL_STATE_DELIVERED, True, "ARGUMENTS_INVALID")
+    }
 
 
 @pytest.mark.parametrize(

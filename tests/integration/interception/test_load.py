@@ -10,7 +10,8 @@ from typing import Any
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate
 
-HELD = 512
+HELD = 2048
+ROLLOUTS = 64
 
 
 async def post(rollout: Any, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -26,16 +27,16 @@ async def post(rollout: Any, body: dict[str, Any]) -> tuple[asyncio.StreamReader
     return reader, writer
 
 
-async def test_512_streams_are_held_without_a_thread_each_and_kept_alive(start: Any) -> None:
+async def test_2048_streams_are_held_without_a_thread_each_and_kept_alive(start: Any) -> None:
     """R31, decision 8: each agent sees comments while it waits, and its whole answer in the end."""
-    service = await start(first_byte_s=0.0, keep_alive_s=0.2)
+    service = await start(first_byte_s=0.0, keep_alive_s=5.0)
     trainer = await service.trainer(credits=pb.Credits(calls=HELD))
-    rollouts = [await service.open() for _ in range(16)]
+    rollouts = [await service.open() for _ in range(ROLLOUTS)]
     threads = threading.active_count()
     connections = []
     for number in range(HELD):
         body = {"stream": True, "messages": [{"role": "user", "content": f"question {number}"}]}
-        connections.append(await post(rollouts[number % 16], body))
+        connections.append(await post(rollouts[number % ROLLOUTS], body))
     calls = [await trainer.call() for _ in range(HELD)]
     assert threading.active_count() == threads
     for reader, _ in connections:

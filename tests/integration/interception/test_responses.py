@@ -229,7 +229,7 @@ async def test_what_is_wrong_with_a_request_is_the_dialects_400(service: Any, ht
 
 
 async def test_refusals_have_the_statuses_by_which_sdks_decide_to_try_again(start: Any) -> None:
-    """R4, R13, R26, R88: 401, 403 for a used-up budget, 413, 429 with its delay."""
+    """R4, R13, R26, R88: 401, 400 for a used-up budget, 413, 429 with its delay."""
     service = await start(max_body_bytes=4096, max_open_calls=1)
     rollout = await service.open(budgets=interception_pb2.Budgets(max_calls=1))
     stranger = openai.AsyncOpenAI(base_url=rollout.base_url, api_key="nobody", max_retries=0)
@@ -245,10 +245,10 @@ async def test_refusals_have_the_statuses_by_which_sdks_decide_to_try_again(star
         await asking(rollout, input="another")
     await trainer.deliver(trainer.result(call, "ok"))
     await task
-    with pytest.raises(openai.PermissionDeniedError) as spent:
+    with pytest.raises(openai.BadRequestError) as spent:
         await asking(rollout, input="another")
     assert (spent.value.code, spent.value.response.headers["x-should-retry"]) == ("budget_exhausted", "false")
-    assert busy.value.status_code in (403, 429)
+    assert busy.value.status_code in (400, 429)
     other = await service.open()
     task = asking(other)
     call = await trainer.call()

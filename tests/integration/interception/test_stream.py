@@ -140,6 +140,23 @@ async def test_a_broken_stream_is_resumed_with_its_leases(service: Any) -> None:
     assert not [frame for frame in back.frames if frame.HasField("calls")]
 
 
+async def test_a_resumed_session_gets_again_what_it_says_that_it_does_not_have(service: Any) -> None:
+    """R26, R34: a call whose frame was lost with the stream is sent again under its lease, the others are not."""
+    rollout, lost = await service.open(), await service.trainer()
+    first = asking(rollout)
+    had = await lost.call()
+    second = asking(rollout, "something else")
+    missed = await lost.call()
+    lost.cut()
+    await lost.over.wait()
+    back = await service.trainer(resume_session_id=lost.session_id, held=pb.HeldCalls(call_ids=[had.call_id]))
+    assert set(back.frames[0].welcome.held_call_ids) == {had.call_id, missed.call_id}
+    again = await back.call()
+    assert (again.call_id, again.lease_id, again.lease_attempt) == (missed.call_id, missed.lease_id, 1)
+    await back.deliver(back.result(again, "two"), back.result(had, "one"))
+    assert [(await task).choices[0].message.content for task in (first, second)] == ["one", "two"]
+
+
 async def test_a_half_open_stream_is_taken_over(service: Any) -> None:
     """The old stream ends with ABORTED SESSION_TAKEN_OVER, the new one has its calls."""
     rollout, old = await service.open(), await service.trainer()

@@ -321,15 +321,15 @@ async def test_a_runtime_that_the_daemon_lacks_makes_the_backend_unavailable(tmp
 
 @pytest.mark.parametrize("reach", REACHES)
 async def test_a_chosen_runtime_runs_the_sandboxes_and_nothing_else(tmp_path: Path, reach: str) -> None:
-    """R55: a runtime of gVisor's name that is runc in truth; what is proven is that it is asked for sandboxes alone."""
-    async with backend(tmp_path, reach, runtime=dockerd.RUNTIME) as opened:
+    """R55: what the operator chose for sandboxes is asked for them and for nothing else."""
+    async with backend(tmp_path, reach, runtime=dockerd.NOTED) as opened:
         assert opened.available, opened.unavailable_reason
         handle = await create(opened)
         assert await run(handle, "id", "-un") == (0, "agent\n")
         api = dockerd.engine().api
         for one in api.containers(filters={"label": ["penstock.sandbox"]}):
             sandbox = not one["Names"][0].endswith("-sidecar")
-            assert (api.inspect_container(one["Id"])["HostConfig"]["Runtime"] == dockerd.RUNTIME) is sandbox
+            assert (api.inspect_container(one["Id"])["HostConfig"]["Runtime"] == dockerd.NOTED) is sandbox
             created = [line for line in dockerd.engine().runtime_log.splitlines() if one["Id"] in line.split()]
             assert any("create" in line.split() for line in created) is sandbox
 

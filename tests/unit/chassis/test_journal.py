@@ -148,6 +148,30 @@ async def test_closing_commits_what_was_submitted_and_refuses_more(tmp_path: Pat
         assert len(await ids(reopened)) == 3000
 
 
+async def test_a_write_that_may_wait_keeps_its_place_and_goes_with_the_next(journal: Journal) -> None:
+    waiting = journal.submit([(INSERT, (1, "told"))], soon=False)
+    await asyncio.sleep(0)
+    await journal.execute(INSERT, (2, "soon"))
+    assert waiting.done()
+    assert await ids(journal) == [1, 2]
+
+
+async def test_a_write_that_may_wait_is_committed_though_nothing_follows(journal: Journal) -> None:
+    assert await journal.submit([(INSERT, (1, "told"))], soon=False) == [1]
+    hurried = journal.submit([(INSERT, (2, "told"))], soon=False)
+    journal.hurry()
+    assert await hurried == [1]
+
+
+async def test_closing_commits_what_may_wait(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+    journal = await Journal.open(path, [TABLE])
+    journal.submit([(INSERT, (1, "told"))], soon=False)
+    await journal.aclose()
+    async with await Journal.open(path, [TABLE]) as reopened:
+        assert await ids(reopened) == [1]
+
+
 async def test_a_second_owner_of_the_file_is_refused(tmp_path: Path, journal: Journal) -> None:
     path = tmp_path / "state" / "test.db"
     with pytest.raises(FailedPrecondition) as caught:

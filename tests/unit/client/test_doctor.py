@@ -177,7 +177,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for(
 def test_a_daemon_is_asked_for_what_its_sandboxes_depend_on(
     wire: Callable[..., Wire], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """R48, R55: version, storage driver and control groups; what is missing is said with what follows."""
+    """R48, R55: version, storage driver, control groups and gVisor; what is missing is said with what follows."""
     info: dict[str, Any] = {"Driver": "overlay2", "CgroupVersion": "2", "OSType": "linux"}
     info |= {"MemoryLimit": True, "CpuCfsQuota": True, "PidsLimit": True, "ServerVersion": "27.3.1"}
     version = {"Version": "27.3.1", "ApiVersion": "1.47"}
@@ -190,6 +190,10 @@ def test_a_daemon_is_asked_for_what_its_sandboxes_depend_on(
     expected = {"server": "27.3.1", "storage_driver": "overlay2", "cgroup_version": "2", "reachable": True}
     assert expected.items() <= dict(good.details).items()
     assert "27.3.1" in good.found and "overlay2" in good.found and "cgroup v2" in good.found
+    assert "no gVisor" in good.found and good.details["gvisor"] == ""
+    info["Runtimes"] = {"runc": {"path": "runc"}, "sealed": {"path": "/usr/bin/runsc"}}
+    info["Runtimes"]["new"] = {"runtimeType": "io.containerd.runsc.v1"}
+    assert "gVisor as new, sealed" in doctor_backends.docker().found
     info["PidsLimit"] = False
     assert doctor_backends.docker().ok and "pids" in doctor_backends.docker().advice
     version["ApiVersion"] = "1.40"

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.client import ConfigurationError, InvalidArgument, Trajectory
-from penstock.client.export import sequences, turns, write
+from penstock.client.export import sequences, tool_calls, turns, write
 from penstock.client.wire_results import trajectory as from_proto
 from penstock.trajectory.v1 import trajectory_pb2 as pb
 
@@ -58,7 +58,18 @@ def trajectory() -> Trajectory:
             versions=[completion_pb2.PolicyVersionSpan(policy_version=3, start=2, end=6)],
         )
     )  # fmt: skip
+    tool = pb.HostToolCall(tool_call_id="t", name="lookup", arguments_json='{"word":"x"}', result_json="[]")
+    tool.state, tool.result_bytes = pb.CALL_STATE_DELIVERED, 2
+    message.host_tool_calls.append(tool)
     return from_proto(message)
+
+
+def test_a_call_of_a_host_tool_is_a_row_of_its_own_table() -> None:
+    """R87: what the host did for the agent leaves with the trajectory."""
+    (row,) = tool_calls(trajectory())
+    assert (row["rollout_id"], row["tool_call_index"], row["name"], row["state"]) == ("r", 0, "lookup", "delivered")
+    assert (row["arguments_json"], row["result_json"], row["result_bytes"]) == ('{"word":"x"}', "[]", 2)
+    assert (row["is_error"], row["end_reason"], row["result_sha256"]) == (False, None, None)
 
 
 async def several(count: int) -> AsyncIterator[Trajectory]:
@@ -108,7 +119,7 @@ async def test_a_file_appears_when_it_is_complete_and_not_before(tmp_path: Path)
     assert len(rows) == 6 and [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 
-@pytest.mark.parametrize("table", ["turns", "sequences"])
+@pytest.mark.parametrize("table", ["turns", "sequences", "tool_calls"])
 async def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, table: str) -> None:
     """R84: arrays as arrays, nested values as JSON text."""
     await write(several(600), tmp_path / "x.parquet", table=table)

@@ -13,6 +13,7 @@ from penstock.client import (
     AgentEvent,
     AlreadyExists,
     Budgets,
+    CallRate,
     Command,
     Ended,
     FailureCause,
@@ -23,10 +24,13 @@ from penstock.client import (
     PhaseChanged,
     PolicyConstraint,
     RewardFrom,
+    RunBudgets,
     Sampling,
     SandboxChoice,
     SeedFile,
     Task,
+    TokenScope,
+    TokenTerms,
     Upstream,
     Verifier,
 )
@@ -73,9 +77,11 @@ async def test_a_rollout_is_asked_for_with_everything_that_was_said_and_nothing_
         AgentChoice(name="opencode", options={"thinking": False, "steps": 2}, skip_permissions=True),
         mode="transparent_proxy",
         source=Upstream(base_url="http://127.0.0.1:1/v1", api_key="k", model="m"),
-        budgets=Budgets(max_calls=0, wall_time=0.5),
+        budgets=Budgets(max_calls=0, wall_time=0.5, call_rate=CallRate(calls=3, period=60)),
+        run_budgets=RunBudgets(max_prompt_tokens=0, max_request_bytes=9),
+        token_terms=TokenTerms(scopes=["completions", TokenScope.READ], ttl=90),
         policy=PolicyConstraint(max_staleness=0),
-        sandbox=SandboxChoice(backend="local"),
+        sandbox=SandboxChoice(backend="local", user="worker"),
         sampling=Sampling(temperature=0.0),
         run_id="run",
         labels={"x": "y"},
@@ -95,6 +101,16 @@ async def test_a_rollout_is_asked_for_with_everything_that_was_said_and_nothing_
     assert spec.mode == interception_pb2.MODE_TRANSPARENT_PROXY
     assert spec.source.upstream.caller.api_key == "k"
     assert spec.budgets.HasField("max_calls") and not spec.budgets.HasField("max_total_tokens")
+    assert (spec.sandbox.backend, spec.sandbox.user) == ("local", "worker")
+    assert (spec.budgets.call_rate.calls, spec.budgets.call_rate.period.seconds) == (3, 60)
+    assert not spec.budgets.call_rate.HasField("burst")
+    assert spec.run_budgets.HasField("max_prompt_tokens") and not spec.run_budgets.HasField("max_calls")
+    assert spec.run_budgets.max_request_bytes == 9
+    assert list(spec.token_terms.scopes) == [
+        interception_pb2.TOKEN_SCOPE_COMPLETIONS,
+        interception_pb2.TOKEN_SCOPE_READ,
+    ]
+    assert spec.token_terms.ttl.seconds == 90
     assert spec.policy.HasField("max_staleness") and not spec.policy.HasField("min_version")
     assert spec.HasField("seed") and spec.sampling_override.HasField("temperature")
     assert not spec.sampling_override.HasField("top_p") and not spec.HasField("limits")

@@ -16,10 +16,12 @@ from penstock.client import (
     ModelCall,
     Penstock,
     PenstockError,
+    ResultRejected,
     SessionLost,
     StalePolicy,
     Unauthenticated,
     Unavailable,
+    Violation,
 )
 from penstock.interception.v1 import intercept_service_pb2 as icpt
 
@@ -98,7 +100,7 @@ async def test_results_that_are_ready_together_travel_in_one_frame(fakes: Fakes,
     ],
 )
 async def test_a_rejected_result_raises_by_type_and_the_call_may_be_answered_again_only_if_it_is_still_leased(
-    fakes: Fakes, ps: Penstock, reason: Any, kind: type[Exception], again: bool
+    fakes: Fakes, ps: Penstock, reason: Any, kind: type[ResultRejected], again: bool
 ) -> None:
     """R29: a delivery is validated against its call, and the reason comes out as a type."""
 
@@ -116,11 +118,14 @@ async def test_a_rejected_result_raises_by_type_and_the_call_may_be_answered_aga
     fakes.converse(gate)
     async with ps.intercept() as session:
         (call,) = await take(session, 1)
-        with pytest.raises(kind, match="logprobs: nan"):
+        with pytest.raises(kind, match="logprobs: nan") as refused:
             await call.deliver(ANSWER)
+        assert refused.value.violations == (Violation("logprobs", "nan"),)
         assert call.ended is not again
         if again:
             await call.deliver(ANSWER)
+            with pytest.raises(AlreadyDelivered):
+                await call.deliver(ANSWER)
         else:
             with pytest.raises(CallEnded):
                 await call.deliver(ANSWER)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from penstock_codec.segments import SHORTEST, IntArray, Segments
+from penstock_codec.segments import LONG_BLOCK, SHORTEST, IntArray, Segments
 
 SPECIALS = ("<|im_start|>", "<|im_end|>", "<tool_call>")
 TEXTS = [
@@ -109,12 +109,16 @@ pieces = st.sampled_from(PIECES + LONG)
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
-@given(text=st.lists(pieces, min_size=1, max_size=60).map("".join), filler=st.sampled_from([".\na", "x" * 50, "}\n\n"]))
-def test_any_text_gets_the_ids_that_it_gets_as_a_whole(name: str, text: str, filler: str) -> None:
+@given(
+    text=st.lists(pieces, min_size=1, max_size=60).map("".join),
+    filler=st.sampled_from([".\na", "x" * 50, "}\n\n"]),
+    length=st.sampled_from([SHORTEST, 2048, LONG_BLOCK]),
+)
+def test_any_text_gets_the_ids_that_it_gets_as_a_whole(name: str, text: str, filler: str, length: int) -> None:
     """R82, R32: wherever it is cut."""
     tokenizer = TOKENIZERS[name]
     segments = Segments(tokenizer, SPECIALS, Counted(tokenizer))
-    long = text + filler * (SHORTEST // len(filler)) + text
+    long = text + filler * (length // len(filler)) + text
     expected = tokenizer.encode(long, add_special_tokens=False).ids
     assert segments.encode(long).tolist() == expected
     assert segments.encode(long).tolist() == expected, "the second time, from what was kept"
@@ -183,3 +187,17 @@ def test_what_is_kept_stays_under_its_limit() -> None:
     counted.asked.clear()
     segments.encode("<|im_start|>" + "large " * 20_000)
     assert counted.asked
+
+
+def test_a_long_block_is_kept_in_one_piece_and_a_line_that_changes_costs_that_line() -> None:
+    """R32: what a group shares is found in one step, and what differs is all that is tokenised."""
+    counted = Counted(TOKENIZERS["qwen"])
+    segments = Segments(counted.tokenizer, SPECIALS, counted)
+    lines = [f"Rule {number}: say what you do.\n" for number in range(2 * LONG_BLOCK // 20)]
+    first = segments.encode("".join(["<|im_start|>", *lines, "<|im_end|>a"]))
+    counted.asked.clear()
+    assert segments.encode("".join(["<|im_start|>", *lines, "<|im_end|>a"])).tolist() == first.tolist()
+    assert not counted.asked
+    lines[50] = "Today: Sunday.\n"
+    segments.encode("".join(["<|im_start|>", *lines, "<|im_end|>a"]))
+    assert counted.asked == ["Today: Sunday.\n"]

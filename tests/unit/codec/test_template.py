@@ -253,3 +253,33 @@ def test_two_messages_of_a_user_are_one_where_a_template_wants_roles_to_alternat
     assert ChatTemplate(STRICT, {}).render(messages) == "<user>go\n\non<assistant>yes<user>stop"
     free = ChatTemplate("{%- for m in messages -%}<{{ m.role }}>{{ m.content }}{%- endfor -%}", {})
     assert free.render(messages) == "<user>go<user>on<assistant>yes<user>stop"
+
+
+def test_items_and_attributes_are_found_as_the_sandbox_finds_them() -> None:
+    """The short way to a message's items changes nothing: an attribute goes first, what is not there is undefined."""
+    text = (
+        "{{ tools[0].items is callable }} {{ tools[0].function.name }} {{ tools[0].written is defined }}"
+        " {{ messages[0].role }} {{ messages[0].missing is defined }} {{ messages[0].keys is callable }}"
+        "{% for m in messages %} {{ loop.index }}/{{ loop.length }}{{ loop.last }}{% endfor %}"
+    )
+    tool = Tool("name", "", '{"type": "object"}')
+    rendered = ChatTemplate(text, {}).render([Message.user("a"), Message.user("b")], [tool])
+    assert rendered == "True name False user False True 1/2False 2/2True"
+
+
+def test_a_tools_json_is_the_same_however_often_it_is_asked_for() -> None:
+    """Also with other options, and after a template tried to change the tool."""
+    tool = Tool("é", "d", '{"type": "object", "properties": {"a": {"type": "string"}}}')
+    plain = ChatTemplate("{{ tools[0] | tojson }}|{{ tools[0].function | tojson }}", {})
+    expected = (
+        '{"type": "function", "function": {"name": "é", "description": "d", "parameters":'
+        ' {"type": "object", "properties": {"a": {"type": "string"}}}}}'
+    )
+    inner = expected.removeprefix('{"type": "function", "function": ').removesuffix("}")
+    assert plain.render([Message.user("q")], [tool]) == f"{expected}|{inner}"
+    spiteful = ChatTemplate("{{ tools and tools[0].update({'type': 'other'}) }}", {})
+    with pytest.raises(CodecError, match="unsafe"):
+        spiteful.render([Message.user("q")], [tool])
+    assert plain.render([Message.user("q")], [tool]) == f"{expected}|{inner}"
+    indented = ChatTemplate("{{ tools[0] | tojson(indent=1) }}", {}).render([Message.user("q")], [tool])
+    assert indented.startswith('{\n "type": "function"')

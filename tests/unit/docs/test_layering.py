@@ -92,3 +92,14 @@ def test_a_reward_is_a_field_of_its_own_and_never_searched_for_in_text() -> None
     for module in modules("driver"):
         if module.path.endswith(("/rewards.py", "/phases.py")):
             assert "re" not in imported(module.tree)
+
+
+def test_no_code_of_the_driver_knows_an_agent_by_name() -> None:
+    """R17: what is special about an agent is in its YAML; the one word `shell` is a way to run a command, too."""
+    specs = ROOT / "services/driver/penstock_driver/agents"
+    names = {path.stem for path in specs.glob("*.yaml")} - {"shell"}
+    assert len(names) >= 6
+    for module in modules("driver"):
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert node.value not in names, f"{module.path}: {node.value}"

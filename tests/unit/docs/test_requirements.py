@@ -73,7 +73,8 @@ def test_nobody_opens_a_listener_that_the_list_of_interfaces_does_not_know() -> 
         "services/sandbox/penstock_sandbox/backends/hf/poller.py",  # its output, where nothing can stream
     }
     opens = re.compile(
-        r"\.(listen|add_insecure_port|add_secure_port)$|(^|\.)(TCPSite|UnixSite|start_server|start_unix_server)$"
+        r"\.(listen|add_insecure_port|add_secure_port|create_server|create_unix_server)$"
+        r"|(^|\.)(TCPSite|UnixSite|start_server|start_unix_server)$"
     )
     found = set[str]()
     for folder in ("libs", "services", "clients/python/sdk"):

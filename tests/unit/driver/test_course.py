@@ -82,6 +82,18 @@ async def test_tools_that_were_offered_meanwhile_end_the_rollout_of_an_agent_tha
     assert driver.gate.closed == {record.rollout_id: "ROLLOUT_ENDED"}
 
 
+async def test_a_run_without_budget_ends_its_further_rollouts_before_there_is_a_sandbox(driver: Driver) -> None:
+    """R88: nothing is tried again, and the cause is the budget, not the infrastructure."""
+    used_up = ResourceExhausted("The run's budget max_calls is used up.", reason="BUDGET_EXHAUSTED")
+    driver.gate.fail["open"] = [used_up, used_up]
+    record = await driver.start(driver.order())
+    outcome = await driver.outcome(record)
+    assert failure(outcome) == ("BUDGET", "BUDGET_EXHAUSTED")
+    assert not outcome.failure.retriable
+    assert "fork" not in driver.sandboxes.calls
+    assert driver.gate.fail["open"] == [used_up]
+
+
 async def test_a_failed_setup_ends_the_rollout_before_agent_verifier_and_reward(driver: Driver) -> None:
     """R58: and says which command, with its exit code and output."""
     setup = (Command(shell="true"), Command(shell="echo why >&2; exit 7"), Command(shell="true"))

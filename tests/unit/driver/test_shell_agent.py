@@ -141,3 +141,19 @@ def test_it_imports_no_module_that_would_slow_its_start() -> None:
     )
     out = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=True).stdout
     assert set(out.split()) == {"_json", "_socket", "select", "shell_agent"}
+
+
+def test_the_end_of_a_command_is_seen_where_the_kernel_does_not_tell_it() -> None:
+    """R59: gVisor has no pidfds."""
+    directory = str(resources.files("penstock_driver") / "agents")
+    program = f"""
+import errno, posix, sys
+def refuse(*_):
+    raise OSError(errno.ENOSYS, "")
+posix.pidfd_open = refuse
+sys.path.insert(0, {directory!r})
+import shell_agent
+print([shell_agent.run(c, s, 100) for c, s in (("echo a; exit 3", 60), ("sleep 30", 0.5), ("sleep 2 & echo left", 60))])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[('a\\nexit 3', 3), ('timed out after 0.5 s', None), ('left\\n', 0)]"

@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from penstock_chassis.errors import PenstockError
 from penstock_codec import Codec, tiny
 from penstock_codec.chat import FinishReason, Sampling
 from penstock_codec.files import TokenizerFiles
-from penstock_interception.budgets import Budgets
+from penstock_interception.budgets import Budgets, RunBudgets
 from penstock_interception.calls import Arrival, Call, CallState, Dialect, Mode, Opening, RolloutState, TokenizerRef
 from penstock_interception.clock import Clock
 from penstock_interception.codecs import CodecCache
 from penstock_interception.completions import Completion, Failure, Tokens
+from penstock_interception.credentials import Refusal
 from penstock_interception.dispatch import DispatchLimits
 from penstock_interception.graph import LogprobsMode
 from penstock_interception.ingress.chat import ChatCompletions
@@ -37,6 +39,7 @@ from penstock_interception.requests import ChatRequest
 from penstock_interception.sessions import Credits, Selector, Session, View
 from penstock_interception.sources.registry import Sources
 from penstock_interception.store import CallStore
+from penstock_interception.tokens import ALL
 from penstock_interception.turns import Turns
 
 ROLLOUTS = ["r0", "r1", "r2"]
@@ -48,6 +51,7 @@ SELECTORS = [
     Selector(labels=frozenset({("n", "2")})),
 ]
 TEXTS = ["a", "bb", "ccc"]
+RUN = RunBudgets(max_calls=12)
 LIMITS = GateLimits(
     max_open_calls_per_rollout=4,
     rejoin_grace_s=5.0,
@@ -162,21 +166,25 @@ class Machine(RuleBasedStateMachine):
             group_id="even" if int(number) % 2 == 0 else "odd",
             labels=(("n", number),),
             budgets=Budgets(max_calls=calls, call_timeout_s=100.0),
+            run_id="run",
+            run_budgets=RUN if name != "r2" else None,
         )
         try:
             rollout = self.run(self.turns.open(opening, None))
         except PenstockError as error:
-            assert error.reason == "REQUEST_ID_REUSED"
+            assert error.reason in ("REQUEST_ID_REUSED", "BUDGET_EXHAUSTED")
         else:
             if rollout.state is not RolloutState.CLOSED:
-                assert self.gate.authorise(name, self.gate.token(rollout)) is rollout
+                known = self.gate.credentials.check(name, self.gate.credentials.token(rollout))
+                assert known == (rollout, ALL)
 
     @rule(name=st.sampled_from(ROLLOUTS))
     def close_rollout(self, name: str) -> None:
         if self.gate.find(name) is not None:
             rollout = self.run(self.turns.close(name, "AGENT_EXITED"))
             assert rollout.totals.open == 0
-            assert self.gate.authorise(name, self.gate.token(rollout)) is None
+            known = self.gate.credentials.check(name, self.gate.credentials.token(rollout))
+            assert known is Refusal.CLOSED
             self.forget_shelved()
 
     @rule(name=st.sampled_from(ROLLOUTS))
@@ -307,11 +315,14 @@ class Machine(RuleBasedStateMachine):
         self.forget_shelved()
         kept = [call for call in self.calls() if call.rollout.state is not RolloutState.CLOSED]
         before = {call.id: (call.state, call.accepted_digest) for call in kept}
+        used = {name: (running.spent, running.run.exhausted) for name, running in self.gate.metering._runs.items()}
         self.run(self._stop())
         self.attached.clear()
         self.run(self._start())
         self.forget_shelved()
         after = {call.id: (call.state, call.accepted_digest) for call in self.calls()}
+        kept_runs = {name: (running.spent, running.run.exhausted) for name, running in self.gate.metering._runs.items()}
+        assert kept_runs == used
         assert before.keys() == after.keys()
         for call_id, (state, digest) in before.items():
             assert after[call_id][1] == digest
@@ -373,6 +384,17 @@ class Machine(RuleBasedStateMachine):
                     assert lane.next_session() is None
 
     @invariant()
+    def a_run_has_used_what_its_rollouts_have_and_had(self) -> None:
+        if not hasattr(self, "turns"):
+            return
+        for running in self.gate.metering._runs.values():
+            whole = replace(running.run.gone)
+            for rollout in self.gate.rollouts():
+                whole.add(rollout.totals.spent)
+            assert running.spent == whole
+            assert whole.calls <= (RUN.max_calls or 0) or not running.run.exhausted
+
+    @invariant()
     def totals_add_up(self) -> None:
         if not hasattr(self, "turns"):
             return
@@ -381,7 +403,7 @@ class Machine(RuleBasedStateMachine):
             if rollout.shelved:
                 assert totals.open == 0 and not rollout.calls
                 continue
-            assert totals.calls == len(rollout.calls) == rollout.spent.calls
+            assert totals.calls == len(rollout.calls)
             assert totals.open == sum(1 for call in rollout.calls if not call.state.terminal)
             assert totals.delivered == sum(1 for call in rollout.calls if call.state is CallState.DELIVERED)
 

@@ -50,7 +50,7 @@ REPLIES = st.builds(
 def answered(message: Message) -> Call:
     """A call with that answer."""
     opening = Opening("request", "rollout", Mode.INTERCEPTION_GATE)
-    rollout = Rollout(opening, salt="", token_digest=b"", created=0.0)
+    rollout = Rollout(opening, created=0.0)
     arrival = Arrival(Dialect.MESSAGES, b"", b"", "", False, Sampling(), "m")
     loop = asyncio.new_event_loop()
     call = Call("c1", rollout, 0, arrival, 0.0, 0.0, Sampling(), ended=loop.create_future())

@@ -61,7 +61,7 @@ def request_of(**body: Any) -> ChatRequest:
 def answered(loop: asyncio.AbstractEventLoop, message: Message, finish: FinishReason) -> Call:
     """A call with its answer."""
     arrival = Arrival(Dialect.RESPONSES, b"", b"", "", False, ChatRequest("", ()).sampling, "m")
-    rollout = Rollout(Opening("r", "rollout", Mode.INTERCEPTION_GATE), "", b"", 0.0)
+    rollout = Rollout(Opening("r", "rollout", Mode.INTERCEPTION_GATE), 0.0)
     call = Call("0" * 31 + "a", rollout, 0, arrival, 1.5, 9.0, arrival.sampling, loop.create_future())
     call.message = message
     call.completion = Completion(finish_reason=finish, usage=Usage(7, 5, reasoning_tokens=2, cached_tokens=3))

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_interception.budgets import Budgets, Spent, allowed_tokens, exhausted
 from penstock_interception.changes import Changes
 from penstock_interception.deadlines import Deadlines
 from penstock_interception.ingress.chat import ChatCompletions
@@ -49,33 +48,6 @@ def test_a_sooner_deadline_is_announced() -> None:
     deadlines.set("b", 20)
     deadlines.set("c", 5)
     assert len(told) == 2
-
-
-@pytest.mark.parametrize(
-    ("budgets", "spent", "age", "name"),
-    [
-        (Budgets(), Spent(10**6, 10**9, 10**9), 10**9, ""),
-        (Budgets(max_calls=2), Spent(2), 0, "max_calls"),
-        (Budgets(max_calls=2), Spent(1), 0, ""),
-        (Budgets(max_completion_tokens=5), Spent(1, 100, 5), 0, "max_completion_tokens"),
-        (Budgets(max_total_tokens=10), Spent(1, 6, 4), 0, "max_total_tokens"),
-        (Budgets(wall_time_s=3), Spent(), 3, "wall_time"),
-    ],
-)
-def test_a_budget_that_is_used_up_is_named(budgets: Budgets, spent: Spent, age: float, name: str) -> None:
-    """R88: budgets over calls, tokens and wall time."""
-    assert exhausted(budgets, spent, age) == name
-
-
-@given(st.integers(1, 100) | st.none(), st.integers(1, 100) | st.none(), st.integers(0, 200))
-def test_a_call_gets_at_least_one_token_and_never_more_than_its_bounds(
-    asked: int | None, per_call: int | None, spent: int
-) -> None:
-    """R35: the last admitted call is cut short, not refused."""
-    budgets = Budgets(max_tokens_per_call=per_call, max_completion_tokens=150)
-    allowed = allowed_tokens(budgets, Spent(1, 0, spent), asked)
-    assert allowed is not None and allowed >= 1
-    assert allowed <= min(asked or 10**9, per_call or 10**9, max(1, 150 - spent))
 
 
 def test_requests_are_recognised_by_key_or_by_body() -> None:

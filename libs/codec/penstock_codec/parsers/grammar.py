@@ -6,13 +6,13 @@ them.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, TypeAlias
 
 from penstock_codec.chat import Tool
+from penstock_codec.random_ids import random_id
 from penstock_codec.tool_json import CallText, Malformed
 
 
@@ -33,7 +33,7 @@ ReadCalls: TypeAlias = Callable[[str, Sequence[Tool]], Sequence[CallText] | Malf
 
 def new_call_id() -> str:
     """A fresh tool-call id of 128 random bits."""
-    return "call_" + secrets.token_hex(16)
+    return "call_" + random_id()
 
 
 @dataclass(frozen=True, slots=True)

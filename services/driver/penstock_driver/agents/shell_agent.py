@@ -68,6 +68,8 @@ DEFAULTS: "dict[str, Any]" = {
 }
 REQUIRED = ("base_url", "key", "model", "instruction_file")
 SAMPLING = ("temperature", "max_tokens", "seed")
+# How often a command is looked at that the kernel does not tell the end of.
+LOOK_AGAIN_S = 0.02
 
 
 class Stop(Exception):
@@ -362,21 +364,26 @@ def run(command: str, timeout_s: float, limit: int) -> "tuple[str, int | None]":
     finally:
         posix.close(writer)
     posix.set_blocking(reader, False)
-    exited = posix.pidfd_open(pid)
     poll = select.poll()
     poll.register(reader, select.POLLIN)
-    poll.register(exited, select.POLLIN)
+    try:
+        descriptor = posix.pidfd_open(pid)
+        poll.register(descriptor, select.POLLIN)
+        exited: int | None = descriptor
+    except OSError:
+        exited = None  # gVisor, and Linux before 5.3: looked at now and then instead
     head, tail, total = b"", b"", 0
     code: int | None = None
     deadline = time.monotonic() + timeout_s
     # A background process may hold the pipe open for ever, so the command's own exit ends the wait, not end-of-file.
     while code is None:
         left = deadline - time.monotonic()
-        ready = poll.poll(left * 1000) if left > 0 else []
-        if not ready:
+        if left <= 0:
             break
-        if any(fd == exited for fd, _ in ready):
-            code = posix.waitstatus_to_exitcode(posix.waitpid(pid, 0)[1])
+        ready = poll.poll(left * 1000 if exited is not None else min(left, LOOK_AGAIN_S) * 1000)
+        if exited is None or any(fd == exited for fd, _ in ready):
+            ended, status = posix.waitpid(pid, posix.WNOHANG)
+            code = posix.waitstatus_to_exitcode(status) if ended else None
         try:
             data = posix.read(reader, 65536)
             while data:
@@ -390,7 +397,8 @@ def run(command: str, timeout_s: float, limit: int) -> "tuple[str, int | None]":
         posix.killpg(pid, 9)
         posix.waitpid(pid, 0)
     posix.close(reader)
-    posix.close(exited)
+    if exited is not None:
+        posix.close(exited)
     if total > limit:
         head = head[: limit - limit // 2] + b"\n[%d bytes left out]\n" % (total - limit) + tail
     text = head.decode("utf-8", "replace")

@@ -52,6 +52,8 @@ class GrpcGate:
         )
         if order.HasField("source"):
             request.source.CopyFrom(order.source)
+        if order.HasField("run_budgets"):
+            request.run_budgets.CopyFrom(order.run_budgets)
         try:
             with typed_errors():
                 answer = await self._gate.CheckSource(request, timeout=_PROBE_S)

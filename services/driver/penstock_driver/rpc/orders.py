@@ -34,6 +34,9 @@ MAX_INSTRUCTION_BYTES: Final = 1 << 20
 MAX_FILE_BYTES: Final = 16 << 20
 MAX_COMMANDS: Final = 1000
 MAX_LIMIT_S: Final = 7 * 86400.0
+_TOKEN_SCOPES: Final = frozenset(interception_pb2.TokenScope.values()) - {interception_pb2.TOKEN_SCOPE_UNSPECIFIED}
+_MAX_TTL_S: Final = 366 * 86_400
+_MAX_PERIOD_S: Final = 86_400
 _LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9._/-]{0,128}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
@@ -92,6 +95,7 @@ def order_from_proto(spec: rollout_pb2.RolloutSpec, registry: AgentRegistry) -> 
         sandbox=SandboxTerms(
             backend=spec.sandbox.backend,
             image=spec.sandbox.image,
+            user=spec.sandbox.user,
             cpu=resources.cpu if resources.HasField("cpu") else None,
             memory_bytes=resources.memory_bytes if resources.HasField("memory_bytes") else None,
             pids=resources.pids if resources.HasField("pids") else None,
@@ -151,6 +155,10 @@ def _gate_terms(spec: rollout_pb2.RolloutSpec) -> rollout_gate_service_pb2.OpenR
         request.source.CopyFrom(spec.source)
     if spec.HasField("budgets"):
         request.budgets.CopyFrom(spec.budgets)
+    if spec.HasField("run_budgets"):
+        request.run_budgets.CopyFrom(spec.run_budgets)
+    if spec.HasField("token_terms"):
+        request.token_terms.CopyFrom(spec.token_terms)
     if spec.HasField("policy"):
         request.policy.CopyFrom(spec.policy)
     if spec.HasField("run_id"):
@@ -272,15 +280,36 @@ def _check_labels(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:
 
 def _check_gate_terms(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:
     """What the gate would refuse once the rollout has begun."""
-    for field, value in spec.budgets.ListFields():
-        if isinstance(value, Duration):
-            if duration_to_seconds(value) <= 0:
-                found.add(f"spec.budgets.{field.name}", "expected more than 0")
-        elif value < 1:
-            found.add(f"spec.budgets.{field.name}", "expected at least 1")
+    _check_budgets(spec.budgets, "spec.budgets", found)
+    _check_budgets(spec.run_budgets, "spec.run_budgets", found)
+    if spec.HasField("run_budgets") and not spec.run_id:
+        found.add("spec.run_budgets", "needs run_id")
+    for index, scope in enumerate(spec.token_terms.scopes):
+        if scope not in _TOKEN_SCOPES:
+            found.add(f"spec.token_terms.scopes[{index}]", "unknown")
+    if spec.token_terms.HasField("ttl") and not 1 <= duration_to_seconds(spec.token_terms.ttl) <= _MAX_TTL_S:
+        found.add("spec.token_terms.ttl", "expected 1 second to 1 year")
     for field, value in spec.policy.ListFields():
         if value < 0:
             found.add(f"spec.policy.{field.name}", "expected at least 0")
+
+
+def _check_budgets(
+    budgets: interception_pb2.Budgets | interception_pb2.RunBudgets, where: str, found: _Findings
+) -> None:
+    for field, value in budgets.ListFields():
+        if isinstance(value, Duration):
+            if duration_to_seconds(value) <= 0:
+                found.add(f"{where}.{field.name}", "expected more than 0")
+        elif isinstance(value, interception_pb2.CallRate):
+            if value.calls < 1:
+                found.add(f"{where}.call_rate.calls", "expected at least 1")
+            if value.HasField("period") and not 0 < duration_to_seconds(value.period) <= _MAX_PERIOD_S:
+                found.add(f"{where}.call_rate.period", "expected more than 0 and at most 1 day")
+            if value.HasField("burst") and value.burst < 1:
+                found.add(f"{where}.call_rate.burst", "expected at least 1")
+        elif value < 1:
+            found.add(f"{where}.{field.name}", "expected at least 1")
 
 
 def _check_source(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:

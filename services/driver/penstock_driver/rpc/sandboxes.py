@@ -327,6 +327,7 @@ class GrpcSandboxes:
 def _sandbox_spec(terms: SandboxTerms) -> sandbox_pb2.SandboxSpec:
     spec = sandbox_pb2.SandboxSpec(
         backend=terms.backend,
+        user=terms.user,
         resources=sandbox_pb2.Resources(
             cpu=terms.cpu, memory_bytes=terms.memory_bytes, pids=terms.pids, disk_bytes=terms.disk_bytes
         ),

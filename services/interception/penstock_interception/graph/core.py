@@ -7,7 +7,6 @@ the later one opens a branch beside it.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -16,9 +15,9 @@ import numpy as np
 from penstock_chassis.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
 from penstock_codec import Codec, Inexact
 from penstock_codec.chat import Message, Part, Role, Tool
+from penstock_codec.random_ids import random_id
 from penstock_interception.graph import classes, samples
 from penstock_interception.graph.fingerprint import (
-    SIZE,
     Fingerprints,
     next_state,
     prompt_key,
@@ -66,6 +65,7 @@ class TokenGraph:
         self._silent: dict[bytes, CallNode] = {}  # calls whose reply shows nothing, by the state of their prompt
         self._tips: dict[str, CallNode] = {}  # the last call of each branch, most recently used last
         self._lines = classes.Lines()
+        self._last_tools: tuple[Sequence[Tool], bytes] = ((), tools_key(()))
 
     @property
     def calls(self) -> Mapping[str, CallNode]:
@@ -131,7 +131,7 @@ class TokenGraph:
             suffix = twin.suffix  # the same prompt twice is stored once
         if not plan.new_branch and parent is not None and self._has_continuation(parent):
             # Another call took this place while this one was sampled.
-            branch_id = _new_branch_id()
+            branch_id = random_id()
             if plan.hints.call_class is None:
                 call_class = CallClass.EDIT if twin is None else CallClass.RETRY
             reason = "the same prompt again" if twin is not None else "another call continued the same turn first"
@@ -190,7 +190,7 @@ class TokenGraph:
 
     def _states(self, messages: Sequence[Message], tools: Sequence[Tool], keys: Sequence[bytes]) -> list[bytes]:
         """The state before any message and after each; a reply that came back in several messages counts as one."""
-        states = [tools_key(tools)]
+        states = [self._tools_key(tools)]
         run = 0  # where the current run of assistant messages starts
         for i, (message, key) in enumerate(zip(messages, keys, strict=True)):
             state = next_state(states[-1], key)
@@ -203,6 +203,15 @@ class TokenGraph:
                 state = merged if merged in self._ends else state
             states.append(state)
         return states
+
+    def _tools_key(self, tools: Sequence[Tool]) -> bytes:
+        """Remembered for the tools of the last plan, which are those of the next as a rule."""
+        last, key = self._last_tools
+        if tools is last and type(tools) is tuple:
+            return key
+        key = tools_key(tools)
+        self._last_tools = (tools, key)
+        return key
 
     def _find_parent(self, messages: Sequence[Message], states: Sequence[bytes]) -> tuple[CallNode | None, int]:
         """The call that the longest known part of the conversation ends with, and the length of that part."""
@@ -260,7 +269,7 @@ class TokenGraph:
         reason: str,
     ) -> Plan:
         before = NO_TOKENS if parent is None else path_ids(parent, keep)
-        branch_id = _new_branch_id() if new_branch or parent is None else parent.branch_id
+        branch_id = random_id() if new_branch or parent is None else parent.branch_id
         return Plan(
             rollout_id=self.rollout_id,
             branch_id=branch_id,
@@ -328,7 +337,3 @@ class TokenGraph:
         self._tips[node.branch_id] = node
         self._lines.add(node)
         self.chain_head = record.chain
-
-
-def _new_branch_id() -> str:
-    return secrets.token_hex(SIZE)

@@ -141,8 +141,13 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 
 def _context_key(message: Message, with_call_ids: bool) -> bytes:
     parts = message.parts
-    if len(parts) == 1 and type(parts[0]) is TextPart:  # as below, for what most messages are
-        return digest(_utf8(message.role.value), _utf8(message.name), _utf8(parts[0].text))
+    if len(parts) == 1:  # as below, for what most messages are
+        only = parts[0]
+        if type(only) is TextPart:
+            return digest(_utf8(message.role.value), _utf8(message.name), _utf8(only.text))
+        if type(only) is ToolResultPart and not only.images:
+            call_id = _utf8(only.call_id) if with_call_ids else b""
+            return digest(_utf8(message.role.value), _utf8(message.name), b"", b"result", call_id, _utf8(only.text))
     text: list[str] = []
     others: list[str] = []
     for part in parts:

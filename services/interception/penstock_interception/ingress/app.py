@@ -8,6 +8,7 @@ failure; after that a stream is opened and kept alive.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -17,8 +18,10 @@ from aiohttp import web
 
 from penstock_chassis.errors import PenstockError
 from penstock_codec import CodecError
+from penstock_interception.audit import Event
 from penstock_interception.calls import Arrival, Call, CallState, Mode, Rollout
-from penstock_interception.ingress import mcp, outcomes
+from penstock_interception.credentials import Refusal
+from penstock_interception.ingress import admission, mcp, outcomes
 from penstock_interception.ingress.connections import BrokenBody, Connections, TooSlow
 from penstock_interception.ingress.dialect import Ask, BadRequest, DialectCodec, Problem, Route
 from penstock_interception.ingress.joining import identify, same_call
@@ -71,6 +74,7 @@ class Ingress:
         self._passthrough = passthrough
         self._connections = connections
         self._limits = limits or IngressLimits()
+        self._audit = turns.gate.audit
         self._mcp = mcp.McpServer(
             turns, connections, first_byte_s=self._limits.first_byte_s, keep_alive_s=self._limits.keep_alive_s
         )
@@ -80,29 +84,40 @@ class Ingress:
         app = web.Application(client_max_size=self._limits.max_body_bytes)
         tracked = self._connections.tracked
         app.router.add_get("/health", tracked(_alive))
-        app.router.add_route("*", "/rollout/{rollout_id}{path:/.*}", tracked(self._rollout))
-        app.router.add_route("*", "/{path:.*}", tracked(self._elsewhere))
+        # (?s): a path may hold anything, line breaks too.
+        app.router.add_route("*", "/rollout/{rollout_id}{path:/(?s:.*)}", tracked(self._rollout))
+        app.router.add_route("*", "/{path:(?s:.*)}", tracked(self._elsewhere))
         return app
 
     async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
+        self._audit.tell(Event.ROUTE_UNKNOWN, peer=request.remote)
         return _problem(self._fallback, outcomes.UNKNOWN_ROUTE)
 
     async def _rollout(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"]
         nearest = self._nearest(path)
-        rollout = self._turns.gate.authorise(request.match_info["rollout_id"], _credential(request))
-        if rollout is None:
+        rollout_id = request.match_info["rollout_id"]
+        known = self._turns.gate.credentials.check(rollout_id, admission.credential(request))
+        if isinstance(known, Refusal):
+            self._audit.tell(Event.CREDENTIAL_REFUSED, rollout_id=rollout_id, peer=request.remote, reason=known.value)
             return self._mcp.unauthorised() if path == mcp.PATH else _problem(nearest, outcomes.UNAUTHORISED)
+        rollout, scopes = known
         if not self._connections.claim(request, rollout.id):
             return _last(_problem(nearest, outcomes.TOO_MANY_CONNECTIONS))
-        if path == mcp.PATH:
-            return await self._mcp.serve(request, rollout)
         dialect, route = nearest, None
         try:
+            if path != mcp.PATH and rollout.opening.mode is not Mode.BLACK_BOX:
+                dialect, route = self._route(request, rollout, path) or (nearest, None)
+            needed = admission.needed(request.method, path, route)
+            if needed not in scopes:
+                self._audit.tell(Event.SCOPE_REFUSED, rollout_id=rollout.id, peer=request.remote, reason=needed.value)
+                return self._mcp.forbidden() if path == mcp.PATH else _problem(dialect, outcomes.SCOPE_MISSING)
+            if path == mcp.PATH:
+                return await self._mcp.serve(request, rollout)
             if rollout.opening.mode is Mode.BLACK_BOX:
                 return await self._passthrough.forward(request, rollout, path, nearest.dialect)
-            dialect, route = self._route(request, rollout, path) or (nearest, None)
             if route is None:
+                self._audit.tell(Event.ROUTE_UNKNOWN, rollout_id=rollout.id, peer=request.remote)
                 return _problem(dialect, outcomes.UNKNOWN_ROUTE)
             return await self._serve(request, rollout, dialect, route)
         except BadRequest as error:
@@ -112,6 +127,7 @@ class Ingress:
         except CodecError as error:
             return _problem(dialect, outcomes.of_conversation(error))
         except web.HTTPRequestEntityTooLarge:
+            self._audit.tell(Event.BODY_TOO_LARGE, rollout_id=rollout.id, peer=request.remote)
             return _problem(dialect, outcomes.TOO_LARGE)
         except TooSlow:
             return _last(_problem(dialect, outcomes.TOO_SLOW))
@@ -145,7 +161,9 @@ class Ingress:
             return web.Response(body=dialect.model(name), content_type=_JSON)
         if request.method != "POST":
             return _problem(dialect, Problem(405, "method_not_allowed", "Use POST."))
+        admission.check_size(rollout, request.content_length)
         body = await self._connections.body(request)
+        admission.check_size(rollout, len(body))
         if route.ask is Ask.COUNT:
             parsed = await self._read(body, lambda: dialect.parse(body, route))
             count = await self._turns.count(rollout, parsed, len(body))
@@ -180,6 +198,7 @@ class Ingress:
                 tools_sha256=parsed.tools_sha256,
                 normalisations=notes,
                 agent_session=_session(request, rollout),
+                body_bytes=len(body),
             )
             call = await self._turns.begin(rollout, arrival, parsed)
         else:
@@ -240,14 +259,6 @@ def _is_small(body: bytes) -> bool:
     return size <= UNCOUNTED_BYTES or (size <= INLINE_BODY_BYTES and body.count(b"{") <= INLINE_OBJECTS)
 
 
-def _credential(request: web.Request) -> str:
-    """The token, from wherever the dialects' SDKs put it."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token:
-        return token.strip()
-    return request.headers.get("x-api-key") or request.headers.get("x-goog-api-key") or ""
-
-
 def _session(request: web.Request, rollout: Rollout) -> tuple[tuple[str, str], ...]:
     names = rollout.opening.hints.session_headers
     return tuple((name, request.headers[name][:MAX_SESSION_HEADER]) for name in names if name in request.headers)
@@ -260,7 +271,8 @@ def _model_name(rollout: Rollout) -> str:
 def _problem(dialect: DialectCodec, problem: Problem) -> web.Response:
     headers = {"x-should-retry": "true" if problem.retry else "false"}
     if problem.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(problem.retry_after_s)))
+        headers["retry-after"] = str(max(1, math.ceil(problem.retry_after_s)))
+        headers["retry-after-ms"] = str(math.ceil(problem.retry_after_s * 1000))
     return web.Response(
         status=dialect.status(problem), body=dialect.problem(problem), content_type=_JSON, headers=headers
     )

@@ -267,24 +267,27 @@ def _response_format(value: dict[str, Any] | None) -> str | None:
 
 def _message(message: _System | _User | _Assistant | _Tool) -> Message:
     match message:
-        case _System():
-            return Message(Role(message.role), _parts(message.content), message.name or "")
-        case _User():
-            return Message(Role.USER, _parts(message.content), message.name or "")
-        case _Assistant():
-            thought = message.reasoning_content or message.reasoning or message.reasoning_text
-            parts: list[Part] = [ReasoningPart(thought)] if thought else []
-            parts += _parts(message.content)
-            parts += [
-                ToolCallPart(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
-            ]
-            return Message(Role.ASSISTANT, tuple(parts), message.name or "")
         case _Tool():
+            if isinstance(message.content, str):
+                return Message(Role.TOOL, (ToolResultPart(message.tool_call_id, message.content, False, message.name),))
             content = _parts(message.content)
             text = "".join(part.text for part in content if isinstance(part, TextPart))
             images = tuple(part for part in content if isinstance(part, ImagePart))
             result = ToolResultPart(message.tool_call_id, text, False, message.name, images)
             return Message(Role.TOOL, (result,))
+        case _Assistant():
+            thought = message.reasoning_content or message.reasoning or message.reasoning_text
+            parts: list[Part] = [ReasoningPart(thought)] if thought else []
+            if message.content:
+                parts += _parts(message.content)
+            for call in message.tool_calls or ():
+                function = call.function
+                parts.append(ToolCallPart(call.id, function.name, function.arguments))
+            return Message(Role.ASSISTANT, tuple(parts), message.name or "")
+        case _User():
+            return Message(Role.USER, _parts(message.content), message.name or "")
+        case _System():
+            return Message(Role(message.role), _parts(message.content), message.name or "")
 
 
 def _parts(content: Content | TextContent | None) -> tuple[Part, ...]:

@@ -197,7 +197,8 @@ def _error(problem: Problem) -> dict[str, Any]:
         violation = {"field": problem.param, "description": problem.message}
         details.append({"@type": f"{_TYPE}BadRequest", "fieldViolations": [violation]})
     if problem.retry_after_s is not None:
-        details.append({"@type": f"{_TYPE}RetryInfo", "retryDelay": f"{max(1, round(problem.retry_after_s))}s"})
+        delay = f"{max(0.001, problem.retry_after_s):.3f}".rstrip("0").rstrip(".")
+        details.append({"@type": f"{_TYPE}RetryInfo", "retryDelay": f"{delay}s"})
     status = _STATUSES.get(problem.status, "INTERNAL")
     return {"error": {"code": problem.status, "message": problem.message, "status": status, "details": details}}
 

@@ -28,7 +28,7 @@ from penstock_interception.ingress import jsonrpc
 from penstock_interception.ingress.connections import BrokenBody, Connections, TooSlow
 from penstock_interception.ingress.jsonrpc import Notification, Request, RpcError
 from penstock_interception.tools import content, schemas
-from penstock_interception.tools.model import CallKey, HostTool, ToolCall
+from penstock_interception.tools.model import CallKey, HostTool, ToolCall, ToolResult
 from penstock_interception.turns import Turns
 
 _log = structlog.get_logger(__name__)
@@ -67,6 +67,11 @@ class McpServer:
         """For whoever has no token of the rollout."""
         refused = RpcError(jsonrpc.INVALID_REQUEST, "The token is not valid for this address.", status=401)
         return _refusal(refused, {"www-authenticate": "Bearer"})
+
+    @staticmethod
+    def forbidden() -> web.Response:
+        """For a token of the rollout that is not for tools."""
+        return _refusal(RpcError(jsonrpc.INVALID_REQUEST, "The token is not for tools.", status=403))
 
     async def serve(self, request: web.Request, rollout: Rollout) -> web.StreamResponse:
         """One HTTP request of a rollout's agent."""
@@ -143,20 +148,24 @@ class McpServer:
         if tool is None:
             raise RpcError(jsonrpc.INVALID_PARAMS, f"Unknown tool: {name[:64]}")
         key = CallKey(session, message.id_json, hashlib.sha256(body).digest())
-        call = self._desk.same_call(rollout.id, key)
+        call, refusal = self._desk.same_call(rollout.id, key), ""
         if call is None:
             wrong = await self._wrong_with(tool, arguments, len(body))
             if wrong:
-                told = "The arguments do not fit the tool's schema:\n" + "\n".join(wrong)
-                return _failed(message, told)
+                refusal = "The arguments do not fit the tool's schema:\n" + "\n".join(wrong)
             call = self._desk.same_call(rollout.id, key)  # its twin may have come meanwhile
         if call is None:
             if rollout.state is RolloutState.CLOSED:
                 return self.unauthorised()
             if self._turns.gate.draining:
                 return _failed(message, "The service is stopping. Try again in a moment.")
+            given = orjson.dumps(arguments)
             try:
-                call = self._desk.begin(rollout.id, tool, orjson.dumps(arguments), key)
+                if refusal:
+                    told = ToolResult(orjson.dumps({"text": refusal}), is_error=True)
+                    call = self._desk.refuse(rollout.id, tool, given, key, told)
+                else:
+                    call = self._desk.begin(rollout.id, tool, given, key)
             except PenstockError as error:
                 return _failed(message, error.message)
         self._desk.attach(call)

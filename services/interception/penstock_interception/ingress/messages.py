@@ -72,7 +72,9 @@ class Messages(PlainStreams):
 
     def status(self, problem: Problem) -> int:
         # Claude Code repeats a 403 for minutes, as it does a 401, to see whether its key was renewed; a 402 ends it.
-        return 402 if problem.code == "budget_exhausted" else problem.status
+        if problem.status == 403:
+            return 402 if problem.code == "budget_exhausted" else 400
+        return problem.status
 
     def problem(self, problem: Problem) -> bytes:
         return orjson.dumps(_error(problem))

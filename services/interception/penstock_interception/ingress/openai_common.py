@@ -9,7 +9,7 @@ import orjson
 from penstock_interception.ingress.dialect import Ask, Problem, Route
 
 _MODELS: Final = "/v1/models"
-_TYPES: Final = {401: "invalid_request_error", 403: "insufficient_quota", 429: "rate_limit_error"}
+_TYPES: Final = {401: "invalid_request_error", 429: "rate_limit_error"}
 
 
 def models_route(method: str, path: str) -> Route | None:
@@ -34,6 +34,7 @@ def model(name: str) -> bytes:
 def error(problem: Problem) -> dict[str, Any]:
     """The `error` object."""
     kind = _TYPES.get(problem.status, "server_error" if problem.status >= 500 else "invalid_request_error")
+    kind = "insufficient_quota" if problem.code == "budget_exhausted" else kind
     return {"message": problem.message, "type": kind, "param": problem.param, "code": problem.code}
 
 

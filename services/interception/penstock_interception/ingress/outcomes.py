@@ -13,6 +13,7 @@ from penstock_interception.ingress.dialect import BadRequest, Problem
 
 UNAUTHORISED = Problem(401, "invalid_api_key", "The API key is not valid for this address.")
 UNKNOWN_ROUTE = Problem(404, "unknown_url", "There is no such route.")
+SCOPE_MISSING = Problem(403, "scope_missing", "The API key is not for this.")
 TOO_LARGE = Problem(413, "request_too_large", "The request body is too large.")
 TOO_SLOW = Problem(408, "request_timeout", "The request body did not come in time.", retry=True)
 BROKEN_BODY = Problem(400, "invalid_body", "The request body cannot be read as its headers say.")
@@ -46,7 +47,10 @@ def of_refusal(error: PenstockError) -> Problem:
     """A call that was not admitted."""
     if error.reason == "BUDGET_EXHAUSTED":
         # Not 429, its usual status: SDKs would try again.
-        return Problem(403, "budget_exhausted", "The budget of this rollout is used up.")
+        whose = "run" if error.metadata.get("budget", "").startswith("run.") else "rollout"
+        return Problem(403, "budget_exhausted", f"The budget of this {whose} is used up.")
+    if error.reason == "RATE_LIMIT":
+        return Problem(429, "too_many_requests", error.message, retry=True, retry_after_s=error.retry_after_s)
     if error.reason == "CALL_LIMIT":
         return Problem(429, "too_many_calls", error.message, retry=True, retry_after_s=error.retry_after_s)
     if error.reason == "TOKENIZER_ABSENT":

@@ -21,6 +21,7 @@ from yarl import URL
 from penstock_codec.chat import Sampling
 from penstock_interception.calls import Arrival, Call, Dialect, Rollout
 from penstock_interception.completions import Failure
+from penstock_interception.ingress import admission
 from penstock_interception.ingress.connections import Connections
 from penstock_interception.ingress.dialect import BadRequest
 from penstock_interception.sources.registry import Sources
@@ -39,8 +40,6 @@ _VERSION: Final = re.compile(r"^/v1(beta)?(?=/)")
 # Where dialects have a key, if not in a bearer token alone.
 _GOOGLE: Final = "x-goog-api-key"
 _KEYS: Final = (_GOOGLE, "x-api-key")
-
-_COUNTS: Final = "/v1/messages/count_tokens"
 
 _HOP: Final = frozenset(
     {
@@ -86,9 +85,11 @@ class Passthrough:
             raise BadRequest("This rollout has no endpoint.", None, "no_upstream")
         if request.method not in ("GET", "POST") or not _OFFERED.fullmatch(path):
             raise BadRequest("There is no such route.", None, "unknown_url")
+        admission.check_size(rollout, request.content_length)
         body = await self._connections.body(request)
+        admission.check_size(rollout, len(body))
         call = None
-        if request.method == "POST" and path != _COUNTS:
+        if request.method == "POST" and path != admission.COUNTS:
             call = self._turns.gate.admit(rollout, _arrival(body, dialect))
             self._turns.gate.journal(call)
         try:
@@ -147,6 +148,7 @@ def _arrival(body: bytes, dialect: Dialect) -> Arrival:
         stream=False,
         sampling=Sampling(),
         model_requested="",
+        body_bytes=len(body),
     )
 
 

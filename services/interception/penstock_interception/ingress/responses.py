@@ -47,6 +47,10 @@ class Responses(DialectCodec):
     def essence(self, body: bytes) -> bytes | None:
         return essence(body)
 
+    def status(self, problem: Problem) -> int:
+        # Codex repeats every refusal but a 400, five times.
+        return 400 if problem.status == 403 else problem.status
+
     def problem(self, problem: Problem) -> bytes:
         return orjson.dumps({"error": _error(problem)})
 

@@ -32,7 +32,7 @@ from penstock_codec.chat import (
 )
 from penstock_interception.calls import Answerer, CallState, Dialect
 from penstock_interception.completions import Completion, Timings, Tokens
-from penstock_interception.graph.model import CallClass, LogprobsMode, VersionSpan
+from penstock_interception.graph.model import CallClass, IntArray, LogprobsMode, VersionSpan, little_endian
 
 _ROLES = {
     Role.SYSTEM: chat_pb2.ROLE_SYSTEM,
@@ -132,8 +132,10 @@ def sampling_to(sampling: Sampling) -> chat_pb2.Sampling:
     """Unset stays unset (R64)."""
     known = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
     message = chat_pb2.Sampling(**known)
-    message.stop.extend(sampling.stop or ())
-    message.stop_token_ids.extend(sampling.stop_token_ids or ())
+    if sampling.stop:
+        message.stop.extend(sampling.stop)
+    if sampling.stop_token_ids:
+        message.stop_token_ids.extend(sampling.stop_token_ids)
     if sampling.response_format is not None:
         message.response_format_json = sampling.response_format
     return message
@@ -254,7 +256,7 @@ def span_to(tokens: Tokens) -> completion_pb2.TokenSpan:
     return completion_pb2.TokenSpan(
         token_ids=ids_to(tokens.ids),
         count=int(tokens.ids.size),
-        logprobs=tokens.logprobs.astype("<f4", copy=False).tobytes() if tokens.logprobs is not None else b"",
+        logprobs=little_endian(tokens.logprobs) if tokens.logprobs is not None else b"",
         logprobs_mode=mode_to(tokens.logprobs_mode),
         versions=versions_to(tokens.versions),
     )
@@ -273,9 +275,9 @@ def mode_to(mode: LogprobsMode | None) -> completion_pb2.LogprobsMode.ValueType:
     return _MODES[mode] if mode is not None else completion_pb2.LOGPROBS_MODE_UNSPECIFIED
 
 
-def ids_to(ids: Any) -> bytes:
+def ids_to(ids: IntArray) -> bytes:
     """An int32 array as little-endian bytes."""
-    return bytes(ids.astype("<i4", copy=False).tobytes())
+    return little_endian(ids)
 
 
 def invalid(field: str, description: str) -> InvalidArgument:

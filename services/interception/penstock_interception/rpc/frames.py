@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_interception.calls import Call, Dialect
@@ -21,45 +24,19 @@ class CallWriter:
     def __init__(self, parse: Callable[[Dialect, bytes], ChatRequest]) -> None:
         self._parse = parse
 
-    def call(self, call: Call, view: View) -> pb.ModelCall:
-        """A call, ready for an engine."""
-        rollout, opening, facts = call.rollout, call.rollout.opening, call.rollout.facts
-        message = pb.ModelCall(
-            call_id=call.id,
-            lease_id=call.lease_id,
-            rollout_id=rollout.id,
-            group_id=opening.group_id,
-            run_id=opening.run_id,
-            labels=dict(opening.labels),
-            index=call.index,
-            sampling=convert.sampling_to(call.sampling),
-            min_policy_version=call.min_policy_version,
-            dialect=convert.DIALECTS[call.arrival.dialect],
-            lease_attempt=call.leases,
-            receive_time=convert.timestamp(call.received),
-            expire_time=convert.timestamp(call.expires),
-            stream=call.arrival.stream,
-            task_id=opening.task_id,
-            group_index=opening.group_index,
-            tokenizer_sha256=bytes.fromhex(facts.tokenizer_sha256),
-            chat_template_sha256=bytes.fromhex(facts.template_sha256),
-            model=call.arrival.model_requested,
-        )
-        if (plan := call.plan) is not None:
-            message.call_class = convert.CLASSES[plan.call_class]
-            message.branch_id = plan.branch_id
-            if plan.parent_call_id is not None:
-                message.parent_call_id = plan.parent_call_id
-            message.prompt_token_ids = convert.ids_to(plan.prompt_ids)
-            message.prompt_count = int(plan.prompt_ids.size)
-            message.shared_prefix_count = plan.shared_prefix_len
+    def add(self, calls: RepeatedCompositeFieldContainer[pb.ModelCall], call: Call, view: View) -> int:
+        """Writes a call, ready for an engine, behind `calls`: in its place, since a copy of a long prompt costs.
+
+        Returns its size in bytes.
+        """
+        message = calls.add(**_fields(call))
         textual = call.plan is not None and not call.plan.exact
         wanted = int(view.messages or textual) + int(view.body)
         if wanted and wanted * len(call.arrival.body) > CALL_BYTES:
             message.view_truncated = True
         elif wanted:
             self._add_view(message, call, view.messages or textual, view.body)
-        return message
+        return message.ByteSize()
 
     def _add_view(self, message: pb.ModelCall, call: Call, messages: bool, body: bool) -> None:
         if body:
@@ -80,21 +57,61 @@ def frames_of(box: Outbox, writer: CallWriter, view: View) -> Iterator[pb.Interc
         yield pb.InterceptResponse(tool_calls_cancelled=gone)
     if box.closed:
         yield pb.InterceptResponse(rollouts_closed=pb.RolloutsClosed(rollout_ids=box.closed))
-    frame, size = pb.Calls(), 0
-    for call in box.calls:
-        if call.plan is None:
-            continue  # it ended while an earlier frame went out
-        item = writer.call(call, view)
-        if size and size + item.ByteSize() > FRAME_BYTES:
-            yield pb.InterceptResponse(calls=frame)
-            frame, size = pb.Calls(), 0
-        size += item.ByteSize()
-        frame.calls.append(item)
-    if size:
-        yield pb.InterceptResponse(calls=frame)
+    yield from _call_frames(box.calls, writer, view)
     yield from tools.frames_of(box.tool_calls, FRAME_BYTES)
     for open_calls in box.pauses:
         if open_calls is None:
             yield pb.InterceptResponse(resumed=pb.CallsResumed())
         else:
             yield pb.InterceptResponse(paused=pb.CallsPaused(open_calls=open_calls))
+
+
+def _call_frames(calls: Iterable[Call], writer: CallWriter, view: View) -> Iterator[pb.InterceptResponse]:
+    frame, size = pb.InterceptResponse(), 0
+    for call in calls:
+        if call.plan is None:
+            continue  # it ended while an earlier frame went out
+        added = writer.add(frame.calls.calls, call, view)
+        if size and size + added > FRAME_BYTES:
+            del frame.calls.calls[-1]
+            yield frame
+            frame, size = pb.InterceptResponse(), 0
+            writer.add(frame.calls.calls, call, view)
+        size += added
+    if size:
+        yield frame
+
+
+def _fields(call: Call) -> dict[str, Any]:
+    """A ModelCall's fields but for its view. None is unset."""
+    rollout, opening, facts = call.rollout, call.rollout.opening, call.rollout.facts
+    fields: dict[str, Any] = {
+        "call_id": call.id,
+        "lease_id": call.lease_id,
+        "rollout_id": rollout.id,
+        "group_id": opening.group_id,
+        "run_id": opening.run_id,
+        "index": call.index,
+        "sampling": convert.sampling_to(call.sampling),
+        "min_policy_version": call.min_policy_version,
+        "dialect": convert.DIALECTS[call.arrival.dialect],
+        "lease_attempt": call.leases,
+        "receive_time": convert.timestamp(call.received),
+        "expire_time": convert.timestamp(call.expires),
+        "stream": call.arrival.stream,
+        "task_id": opening.task_id,
+        "group_index": opening.group_index,
+        "tokenizer_sha256": bytes.fromhex(facts.tokenizer_sha256),
+        "chat_template_sha256": bytes.fromhex(facts.template_sha256),
+        "model": call.arrival.model_requested,
+    }
+    if opening.labels:
+        fields["labels"] = dict(opening.labels)
+    if (plan := call.plan) is not None:
+        fields["call_class"] = convert.CLASSES[plan.call_class]
+        fields["branch_id"] = plan.branch_id
+        fields["parent_call_id"] = plan.parent_call_id
+        fields["prompt_token_ids"] = convert.ids_to(plan.prompt_ids)
+        fields["prompt_count"] = int(plan.prompt_ids.size)
+        fields["shared_prefix_count"] = plan.shared_prefix_len
+    return fields

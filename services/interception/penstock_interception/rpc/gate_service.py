@@ -16,7 +16,7 @@ from penstock.interception.v1 import rollout_gate_service_pb2_grpc as pb_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import FailedPrecondition
 from penstock_codec.chat import Sampling
-from penstock_interception.budgets import DEFAULT_CALL_TIMEOUT_S, Budgets
+from penstock_interception.budgets import RunBudgets
 from penstock_interception.calls import (
     AgentHints,
     CallerUpstream,
@@ -35,7 +35,7 @@ from penstock_interception.capture import capture
 from penstock_interception.changes import CallChange, Change
 from penstock_interception.ingress import mcp
 from penstock_interception.ingress.dialect import DialectCodec
-from penstock_interception.rpc import convert, tools, trajectory
+from penstock_interception.rpc import convert, terms, tools, trajectory
 from penstock_interception.turns import Turns
 
 T = TypeVar("T")
@@ -75,7 +75,9 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
             group_id=request.group_id if request.HasField("group_id") else None,
             run_id=request.run_id if request.HasField("run_id") else None,
             labels=tuple(sorted(request.labels.items())),
+            run_budgets=_run_budgets_from(request),
         )
+        self._gate.metering.check(opening)
         offered = [tool.name for tool in self._gate.tools.offered_to(opening)]
         return pb.CheckSourceResponse(model_name=resolved.facts.model, host_tools=offered)
 
@@ -94,7 +96,7 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
                 )
                 for dialect in spoken
             ],
-            token=self._gate.token(rollout),
+            token=self._gate.credentials.token(rollout),
             host_tools=[tool.name for tool in self._gate.tools.of(rollout.id)],
             mcp_path=f"/rollout/{rollout.id}{mcp.PATH}",
         )
@@ -110,6 +112,26 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
     ) -> pb.DeleteRolloutResponse:
         await self._gate.delete(request.rollout_id)
         return pb.DeleteRolloutResponse()
+
+    async def IssueToken(  # noqa: N802
+        self, request: pb.IssueTokenRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.IssueTokenResponse:
+        check_id("request_id", request.request_id)
+        wanted = terms.token_terms_from(request.terms, "terms")
+        retire = terms.delay_from(request, "retire_others_after")
+        rollout = self._gate.rollout(request.rollout_id)
+        grant = await self._gate.credentials.issue(rollout, request.request_id, wanted, retire)
+        token = self._gate.credentials.written(rollout, grant)
+        return pb.IssueTokenResponse(token=token, info=terms.token_to(grant))
+
+    async def RevokeTokens(  # noqa: N802
+        self, request: pb.RevokeTokensRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> pb.RevokeTokensResponse:
+        ids = terms.token_ids_from(request.token_ids)
+        grace = terms.delay_from(request, "grace") or 0.0
+        rollout = self._gate.rollout(request.rollout_id)
+        await self._gate.credentials.revoke(rollout, ids, grace)
+        return pb.RevokeTokensResponse(tokens=terms.tokens_to(rollout))
 
     async def GetRollout(  # noqa: N802
         self, request: pb.GetRolloutRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
@@ -210,7 +232,7 @@ def opening_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCod
         run_id=request.run_id if request.HasField("run_id") else None,
         labels=tuple(sorted(request.labels.items())),
         dialects=tuple(dialects),
-        budgets=_budgets_from(request.budgets),
+        budgets=terms.budgets_from(request.budgets),
         model_name=request.model_name,
         hints=AgentHints(
             tuple(hints.title_system_prompts),
@@ -222,6 +244,8 @@ def opening_from(request: pb.OpenRolloutRequest, known: dict[Dialect, DialectCod
         task_id=request.task_id if request.HasField("task_id") else None,
         group_index=request.group_index if request.HasField("group_index") else None,
         sampling_override=override,
+        run_budgets=_run_budgets_from(request),
+        token_terms=terms.token_terms_from(request.token_terms, "token_terms"),
     )
     return opening, caller_key
 
@@ -272,32 +296,12 @@ def _source_from(source: interception_pb2.ModelSource) -> tuple[Source, str | No
     return InferenceRef(), None
 
 
-def _budgets_from(budgets: interception_pb2.Budgets) -> Budgets:
-    def number(name: str) -> int | None:
-        if not budgets.HasField(name):  # type: ignore[arg-type]
-            return None
-        value = int(getattr(budgets, name))
-        if value < 1:
-            raise convert.invalid(f"budgets.{name}", "at least 1")
-        return value
-
-    def period(name: str) -> float | None:
-        if not budgets.HasField(name):  # type: ignore[arg-type]
-            return None
-        value = convert.seconds(getattr(budgets, name))
-        if value <= 0:
-            raise convert.invalid(f"budgets.{name}", "positive")
-        return value
-
-    return Budgets(
-        max_calls=number("max_calls"),
-        max_completion_tokens=number("max_completion_tokens"),
-        max_total_tokens=number("max_total_tokens"),
-        max_tokens_per_call=number("max_tokens_per_call"),
-        call_timeout_s=period("call_timeout") or DEFAULT_CALL_TIMEOUT_S,
-        wall_time_s=period("wall_time"),
-        max_tool_calls=number("max_tool_calls"),
-    )
+def _run_budgets_from(request: pb.OpenRolloutRequest | pb.CheckSourceRequest) -> RunBudgets | None:
+    if not request.HasField("run_budgets"):
+        return None
+    if not request.run_id:
+        raise convert.invalid("run_budgets", "needs run_id")
+    return terms.run_budgets_from(request.run_budgets)
 
 
 def _policy_from(policy: interception_pb2.PolicyVersionConstraint) -> PolicyBounds:

@@ -87,6 +87,7 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             view=_view(hello.view),
             policy_version=hello.policy_version if hello.HasField("policy_version") else None,
             resume=resume,
+            has=frozenset(hello.held.call_ids) if hello.HasField("held") else None,
         )
         stream = _Stream(session, self._turns, self._heartbeat_s, self._stopping)
         reader = asyncio.create_task(stream.read(request_iterator))
@@ -126,7 +127,10 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         )
         await self._turns.store.settled()
         view = _view(request.view)
-        return pb.LeaseCallsResponse(calls=[self._writer.call(call, view) for call in calls])
+        response = pb.LeaseCallsResponse()
+        for call in calls:
+            self._writer.add(response.calls, call, view)
+        return response
 
     async def CompleteCalls(  # noqa: N802
         self, request: pb.CompleteCallsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]

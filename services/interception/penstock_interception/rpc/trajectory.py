@@ -14,7 +14,7 @@ from penstock_interception.capture import Capture, CaptureLevel, Finding, Grade,
 from penstock_interception.completions import Completion
 from penstock_interception.conversation import Conversation
 from penstock_interception.graph import Branch, CallClass, Sample
-from penstock_interception.rpc import convert
+from penstock_interception.rpc import convert, terms
 
 FRAGMENT_BYTES = 4 << 20
 
@@ -133,9 +133,12 @@ def rollout_to(rollout: Rollout) -> gate_pb2.GateRollout:
             completion_tokens=totals.completion_tokens,
             last_failure_reason=totals.last_failure_reason,
             last_failure_retriable=totals.last_failure_retriable,
+            request_bytes=totals.request_bytes,
+            refused=totals.refused,
         ),
         exhausted_budget=rollout.exhausted_budget,
         paused_time=convert.duration(rollout.paused_s),
+        tokens=terms.tokens_to(rollout) if rollout.state is not RolloutState.CLOSED else (),
     )
     if rollout.closed is not None:
         message.close_time.CopyFrom(convert.timestamp(rollout.closed))

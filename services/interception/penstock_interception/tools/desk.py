@@ -18,6 +18,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 
@@ -55,6 +56,10 @@ class ToolLimits:
     call_timeout_s: float = 600.0
     # Each is looked at whenever a rollout is opened.
     max_selectors_per_session: int = 64
+
+
+ARGUMENTS_INVALID: Final = "ARGUMENTS_INVALID"
+"""Why nobody was asked: what the agent gave does not fit the tool's schema."""
 
 
 class ToolDesk:
@@ -174,6 +179,22 @@ class ToolDesk:
         Raises:
             ResourceExhausted: TOOL_BUDGET_EXHAUSTED (for good), TOOL_CALL_LIMIT (for now).
         """
+        call = self._made(rollout_id, tool, arguments, key)
+        self._serve(call)
+        return call
+
+    def refuse(self, rollout_id: str, tool: HostTool, arguments: bytes, key: CallKey, told: ToolResult) -> ToolCall:
+        """A call whose arguments do not hold: nobody is asked, and it is recorded with what the agent is told (R15).
+
+        Raises what `begin` does: it counts as they do.
+        """
+        call = self._made(rollout_id, tool, arguments, key)
+        call.result, call.ended_at = told, self._clock.wall()
+        call.committed = self._store.end_call(call, CallState.DELIVERED, ARGUMENTS_INVALID)
+        call.committed.add_done_callback(lambda written: self._committed(call, written, ARGUMENTS_INVALID))
+        return call
+
+    def _made(self, rollout_id: str, tool: HostTool, arguments: bytes, key: CallKey) -> ToolCall:
         rollout = self._rollouts[rollout_id]
         budget = rollout.opening.budgets.max_tool_calls
         if rollout.made >= (self.limits.max_calls_per_rollout if budget is None else budget):
@@ -195,7 +216,6 @@ class ToolDesk:
         rollout.made += 1
         self._keep(call)
         self._store.put_call(call)
-        self._serve(call)
         return call
 
     def attach(self, call: ToolCall) -> None:
@@ -347,12 +367,12 @@ class ToolDesk:
         if not call.claimed:
             session.send_tool_call(call)
 
-    def _committed(self, call: ToolCall, written: asyncio.Future[list[int]]) -> None:
+    def _committed(self, call: ToolCall, written: asyncio.Future[list[int]], reason: str = "") -> None:
         if written.cancelled() or written.exception() is not None:
             call.result = None
             self._finish(call, CallState.FAILED, "JOURNAL_FAILED")
         else:
-            self._finish(call, CallState.DELIVERED, "")
+            self._finish(call, CallState.DELIVERED, reason)
 
     def _end(self, call: ToolCall, state: CallState, reason: str) -> None:
         """Ends a call that has no result."""

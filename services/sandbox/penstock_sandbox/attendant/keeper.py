@@ -1,7 +1,8 @@
 """The keeper of one process: its parent, the adopter of all that descends from it, and what kills them.
 
 Purpose: a process that leaves its group and its session (a daemon) is still its keeper's descendant, because the keeper
-is a child subreaper. So the whole tree can be killed without control groups and without privileges.
+is a child subreaper. So the whole tree can be killed without control groups and without privileges. Where the kernel
+has no subreapers (gVisor before 2023) a tree is known by a group of its own, which its processes cannot leave.
 
 Invariants
 - What became of the program's execution is told before its exit, which is told at most once; each order is answered.
@@ -30,6 +31,9 @@ from penstock_sandbox.attendant import frames, system
 
 _KILL_DEADLINE_S = 10.0
 _KILL_PAUSE_MS = 2
+_LOOK_AGAIN_MS = 1000
+# Marks are from here to twice as much: ids that no account has.
+_FIRST_MARK = 2**30
 # An out-of-memory kill should hit what an agent runs before it hits what serves it.
 _OOM_SCORE = b"500"
 STATUS_LIMIT = 4096
@@ -138,9 +142,11 @@ class _Keeping:
         self._first = 0
         self._first_runs = False
         self._empty = False
+        self._adopts = True
+        self._mark: Optional[int] = None
 
     def run(self, feed: socket.socket, told: int) -> None:
-        system.become_subreaper()
+        self._adopts = system.become_subreaper()
         woken, wake = socket.socketpair()
         woken.setblocking(False)
         wake.setblocking(False)
@@ -154,7 +160,9 @@ class _Keeping:
             if not self._reap() and not self._empty:
                 self._empty = True
                 _tell(self._control, {"empty": True})
-            for descriptor, _ in poll.poll():
+            # Nobody tells when the last one ends that is not a child of this process.
+            unseen = not self._adopts and not self._first_runs and not self._empty
+            for descriptor, _ in poll.poll(_LOOK_AGAIN_MS if unseen else None):
                 if descriptor == woken.fileno():
                     _drain(woken)
                     continue
@@ -169,9 +177,12 @@ class _Keeping:
 
     def _start(self, feed: socket.socket, told: int) -> None:
         """Fork the child that waits for the program."""
+        if not self._adopts:
+            # Drawn, not counted: no two trees of a sandbox may ever share one.
+            self._mark = _FIRST_MARK + int.from_bytes(os.urandom(4), "big") % _FIRST_MARK
         self._first = os.fork()
         if self._first == 0:
-            _execute(feed, told, self._workload)
+            _execute(feed, told, self._workload, self._mark)
         # Only the child holds it now: it ends when the program runs.
         os.close(told)
         feed.close()
@@ -198,7 +209,7 @@ class _Keeping:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
-                return False
+                return self._mark is not None and bool(_marked(self._mark))
             if pid == 0:
                 return True
             if pid == self._first:
@@ -219,6 +230,8 @@ class _Keeping:
         pause = select.poll()
         while self._reap():
             found = _descendants(os.getpid())
+            if self._mark is not None:
+                found = sorted({*found, *_marked(self._mark)})
             for pid in found:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -250,7 +263,24 @@ def _descendants(root: int) -> List[int]:
     return found
 
 
-def _execute(feed: socket.socket, told: int, workload: system.Workload) -> NoReturn:
+def _marked(mark: int) -> List[int]:
+    """Every process that has a group, those aside that are dead and not yet reaped."""
+    wanted = b"%d" % mark
+    found: List[int] = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open("/proc/%s/status" % name, "rb") as file:
+                    lines = file.read().splitlines()
+            except OSError:
+                continue  # it ended meanwhile
+            fields = {line.partition(b":")[0]: line.partition(b":")[2].split() for line in lines}
+            if wanted in fields.get(b"Groups", ()) and fields.get(b"State", [b"Z"])[0] not in (b"Z", b"X"):
+                found.append(int(name))
+    return found
+
+
+def _execute(feed: socket.socket, told: int, workload: system.Workload, mark: Optional[int]) -> NoReturn:
     try:
         for number in _RESET_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -265,7 +295,7 @@ def _execute(feed: socket.socket, told: int, workload: system.Workload) -> NoRet
             os.dup2(descriptor, standard)
         if program["terminal"]:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        workload.become()
+        workload.become(mark)
         argv, env = program["argv"], program["env"]
         try:
             os.chdir(program["cwd"])

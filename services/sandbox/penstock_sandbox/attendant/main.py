@@ -2,7 +2,7 @@
 
 Purpose: ``serve`` enters a sandbox where it is not in one already, and becomes a daemon that outlives whoever started
 it; the other two join their standard input and output with its socket, so that any way to run a program in the
-sandbox is a way to speak to it.
+sandbox is a way to speak to it. ``serve ... --and attach ...`` does both in one process, for what starts many.
 
 Invariants
 - ``serve`` ends with 0 once the daemon listens, and says on standard error why it cannot.
@@ -46,6 +46,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
     attach.add_argument("--aside", action="store_true", help="as root: carry as a user that is nobody else's")
     attach.add_argument("--last", default="", help="with --then: said on standard error when the carrying has ended")
     attach.add_argument("--then", default="", help="carry in a child, and then become this program")
+    attach.add_argument(
+        "--first", action="store_true", help="with --then: become it at once, as a first process should"
+    )
     attach.add_argument("--output-only", action="store_true", help="only hear: the other half is put")
     serve.add_argument("--user", type=_ids, help="UID:GID of the workload, as the sandbox numbers them")
     serve.add_argument("--enter", type=int, help="enter this process's namespaces first, and end with it")
@@ -53,13 +56,19 @@ def main(arguments: Optional[List[str]] = None) -> int:
     serve.add_argument("--cgroup", action="append", default=[], help="a cgroup.procs file that the workload joins")
     serve.add_argument("--seccomp", help="a file with a filter (BPF) for the workload's system calls")
     serve.add_argument("--confine", action="store_true", help="the workload may gain no privilege (implied by --enter)")
+    serve.add_argument("--root-mode", type=_octal, help="the mode that the sandbox's root directory gets first")
+    serve.add_argument("--most-processes", type=int, default=0, help="that the workload may have; 0 = no limit")
     serve.add_argument("--home", default="", help="told in the greeting")
     serve.add_argument("--workdir", default="", help="told in the greeting")
+    serve.add_argument(
+        "--and", dest="also", nargs=argparse.REMAINDER, help="the command to run when the daemon listens"
+    )
     commands.add_parser("nursery", help="serve whatever standard input orders, each in a process of its own")
     given = parser.parse_args(arguments)
     try:
         if given.command == "serve":
-            return _serve(given)
+            code = _serve(given)
+            return main(given.also) if code == 0 and given.also else code
         if given.command == "nursery":
             return _nursery()
         if given.command == "put":
@@ -67,7 +76,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
         return _attach(given)
     except (ConnectionRefusedError, FileNotFoundError) as error:
         sys.stderr.write("attendant: %s\n" % error)
-        return NO_ATTENDANT if given.command != "serve" else 1
+        return NO_ATTENDANT if given.command in ("attach", "put") else 1
     except OSError as error:
         sys.stderr.write("attendant: %s\n" % error)
         return 1
@@ -76,6 +85,10 @@ def main(arguments: Optional[List[str]] = None) -> int:
 def _ids(text: str) -> Tuple[int, int]:
     uid, _, gid = text.partition(":")
     return int(uid), int(gid or uid)
+
+
+def _octal(text: str) -> int:
+    return int(text, 8)
 
 
 def _nursery() -> int:
@@ -103,6 +116,8 @@ def _serve(given: argparse.Namespace) -> int:
         raise OSError(errno.EINVAL, "--enter as root needs --user")
     if given.user is not None and os.geteuid() != 0 and given.enter is None:
         raise OSError(errno.EPERM, "only root can give the workload another user")
+    if given.enter is None and given.root_mode is not None:
+        os.chmod("/", given.root_mode)
     listener = _listen(given.socket)
     if listener is None:
         return 0
@@ -139,6 +154,9 @@ def _serve(given: argparse.Namespace) -> int:
         os.unlink(given.socket)
         sys.stderr.write("attendant: %s\n" % (failure.decode(errors="replace").strip() or "it ended as it started"))
         return 1
+    if given.enter is not None and given.root_mode is not None:
+        # Only now, when it is known whose it is; and through the process, since this one has a root of its own.
+        os.chmod("/proc/%d/root/." % given.enter, given.root_mode)
     return 0
 
 
@@ -245,7 +263,18 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
         if given.enter is not None:
             system.drop_bounding_set()
             system.shed_privileges()
-    return system.Workload(ids, outer if root else None, namespace, groups, confined, seccomp, null, life, oom_counter)
+    return system.Workload(
+        ids,
+        outer if root else None,
+        namespace,
+        groups,
+        confined,
+        seccomp,
+        null,
+        life,
+        oom_counter,
+        given.most_processes,
+    )
 
 
 def _check_program(pid: int, expected: str) -> None:
@@ -299,12 +328,17 @@ def _attach(given: argparse.Namespace) -> int:
         os.setresgid(system.ASIDE, system.ASIDE, system.ASIDE)
         os.setresuid(system.ASIDE, system.ASIDE, system.ASIDE)
     if given.then:
+        # A first process has orphans to reap, and so becomes what does that at once; another one waits in its place.
+        if given.first and os.fork() != 0:
+            os.execv(given.then, [given.then])
         carrier = os.fork()
         if carrier != 0:
             sock.close()
             os.waitpid(carrier, 0)
             sys.stderr.write(given.last + "\n")
             sys.stderr.flush()
+            if given.first:
+                os._exit(0)
             os.execv(given.then, [given.then])
     if given.output_only:
         threading.Thread(target=_leave_with_reader, daemon=True).start()

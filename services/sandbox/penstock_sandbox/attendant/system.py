@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import resource
 import struct
 from typing import Iterator, List, Optional, Tuple
 
@@ -61,9 +62,15 @@ def _prctl(option: int, argument: int, what: str) -> None:
     _checked(_libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0), "prctl(%s)" % what)
 
 
-def become_subreaper() -> None:
-    """Adopt descendants whose parent ended."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
+def become_subreaper() -> bool:
+    """Adopt descendants whose parent ended; answers False on a kernel that has no such thing (gVisor before 2023)."""
+    try:
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1, "PR_SET_CHILD_SUBREAPER")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
 
 
 def hide() -> None:
@@ -219,6 +226,8 @@ class Workload:
     ``ids`` are the user and group inside (None: the attendant's own), ``outer`` the same two as the attendant sees
     them; ``namespace`` is a user namespace to enter, ``groups`` the ``cgroup.procs`` descriptors to join. The attendant
     is root when it makes this, or ``ASIDE`` where the workload is root itself, or the workload's own user.
+    ``most_processes`` is how many processes and threads the workload may have (0: no limit of the attendant's), for
+    kernels on which no group can hold it to that.
     """
 
     def __init__(
@@ -232,6 +241,7 @@ class Workload:
         null: int,
         life: Optional[Life],
         oom_counter: Optional[int],
+        most_processes: int = 0,
     ) -> None:
         self.ids = ids
         self._outer = outer
@@ -244,6 +254,7 @@ class Workload:
         self.null = null
         """/dev/null, opened before anybody could put something else in its place."""
         self._oom_counter = oom_counter
+        self._most_processes = most_processes
         self.held = [*groups, *([namespace] if namespace is not None else [])]
         """Descriptors that a child needs to become the workload."""
 
@@ -291,11 +302,20 @@ class Workload:
         if self._confined:
             drop_bounding_set()
 
-    def become(self) -> None:
-        """Become the workload for good, after ``approach``: for a fresh child that will execute a program."""
+    def become(self, mark: Optional[int] = None) -> None:
+        """Become the workload for good, after ``approach``: for a fresh child that will execute a program.
+
+        ``mark`` is a group that it and all that descends from it have beside their own, and cannot leave.
+        """
+        if self._most_processes:
+            resource.setrlimit(resource.RLIMIT_NPROC, (self._most_processes, self._most_processes))
+        if mark is not None:
+            if self.ids is None:
+                raise OSError(errno.ENOTSUP, "this kernel has no subreapers, and without root no tree can be marked")
+            os.setgroups([self.ids[1], mark])
         if self.ids is not None:
             uid, gid = self.ids
-            if os.getgroups() != [gid]:
+            if mark is None and os.getgroups() != [gid]:
                 try:
                     os.setgroups([gid])
                 except PermissionError:

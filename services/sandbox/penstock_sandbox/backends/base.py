@@ -337,6 +337,7 @@ class Backend(abc.ABC):
                 ("limit_disk", limits.disk_bytes is not None, can.limit_disk),
                 ("root", spec.user == "root", can.root),
                 ("toolboxes", bool(spec.toolbox_ids), can.toolboxes),
+                ("own_kernel", spec.own_kernel, can.own_kernel),
                 ("fork", bool(spec.snapshot_id), can.fork is not ForkKind.NONE),
                 (f"network {spec.network.kind.name}", True, self.allows(spec.network.kind)),
             )

@@ -135,6 +135,7 @@ def spec_from(spec: sandbox_pb2.SandboxSpec) -> SandboxSpec:
         user=spec.user,
         lease_s=seconds(spec.lease) if spec.HasField("lease") else None,
         labels=dict(spec.labels),
+        own_kernel=spec.own_kernel,
     )
 
 
@@ -151,6 +152,7 @@ def spec_to(spec: SandboxSpec) -> sandbox_pb2.SandboxSpec:
         user=spec.user,
         lease=duration(spec.lease_s) if spec.lease_s is not None else None,
         labels=spec.labels,
+        own_kernel=spec.own_kernel,
     )
 
 
@@ -208,6 +210,7 @@ def capabilities_to(can: Capabilities) -> sandbox_pb2.Capabilities:
         kill_tree=can.kill_tree,
         live_fork=can.live_fork,
         open_egress=can.open_egress,
+        own_kernel=can.own_kernel,
     )
 
 

@@ -114,10 +114,9 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         if not 1 <= request.count <= _MOST_CHILDREN:
             raise convert.refuse("count", f"must be 1 to {_MOST_CHILDREN}")
         spec = request.spec
-        if spec.backend or spec.HasField("base") or spec.HasField("resources") or spec.toolbox_ids or spec.user:
-            raise convert.refuse(
-                "spec", "backend, base, resources, toolbox_ids and user come from the source and must be unset"
-            )
+        taken = ("backend", "base", "resources", "toolbox_ids", "user", "own_kernel")
+        if any(field.name in taken for field, _ in spec.ListFields()):
+            raise convert.refuse("spec", f"{', '.join(taken)} come from the source and must be unset")
         asked, wait_s = convert.spec_from(spec), _may_wait(context)
         if request.WhichOneof("source") == "sandbox_id":
             children = self._forks.of_sandbox(request.request_id, request.sandbox_id, request.count, asked, wait_s)

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Tuple
 Message = Dict[str, Any]
 Reply = Tuple[Message, List[int]]
 
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _CHUNK = 256 * 1024
 _SMALL_TREE = 64 * 1024
 # What tarfile raises for an archive that is none: its own errors, and those of numbers and names that it cannot read.
@@ -138,7 +139,7 @@ def make_directory(request: Message) -> Reply:
             if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
                 raise
             return {}, []
-        made = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        made = _below(folder, name)
         try:
             os.fchmod(made, request["mode"])
         finally:
@@ -267,8 +268,7 @@ def _write_tree(request: Message, descriptors: list[int]) -> Message:
                 total += member.size
         if entries > request["max_entries"] or total > request["max_bytes"]:
             raise Refused(errno.EFBIG, f"more than {request['max_entries']} entries or {request['max_bytes']} bytes")
-        os.close(_open_folder(request["path"], create=True))
-        anchor = os.open(request["path"], os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        anchor = _open_folder(request["path"], create=True)
         modes: list[tuple[str, int]] = []
         source.seek(0)
         with tarfile.open(fileobj=source, mode="r:") as archive:
@@ -358,8 +358,7 @@ def _parent(path: str, *, create: bool, anchor: int | None = None) -> tuple[int,
 
 def _open_folder(path: str, *, create: bool, anchor: int | None = None) -> int:
     """Open a directory component by component from the root (or ``anchor``); none may be a symbolic link."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    here = os.dup(anchor) if anchor is not None else os.open("/", flags)
+    here = os.dup(anchor) if anchor is not None else os.open("/", _FOLDER)
     try:
         for part in path.split("/"):
             if part in ("", "."):
@@ -371,18 +370,31 @@ def _open_folder(path: str, *, create: bool, anchor: int | None = None) -> int:
                     os.mkdir(part, 0o755, dir_fd=here)
                 except FileExistsError:
                     pass
-            try:
-                below = os.open(part, flags | os.O_NOFOLLOW, dir_fd=here)
-            except OSError as error:
-                if error.errno == errno.ENOTDIR and stat.S_ISLNK(os.lstat(part, dir_fd=here).st_mode):
-                    raise Refused(errno.ELOOP, f"{part} is a symbolic link") from error
-                raise
+            below = _below(here, part)
             os.close(here)
             here = below
         return here
     except BaseException:
         os.close(here)
         raise
+
+
+def _below(folder: int, name: str) -> int:
+    """Open a directory in another one; it may not be a symbolic link."""
+    try:
+        opened = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ENOTDIR and stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode):
+            raise Refused(errno.ELOOP, f"{name} is a symbolic link") from error
+        raise
+    try:
+        # gVisor (of 2022) follows the link all the same when a directory is asked for.
+        if not os.path.samestat(os.fstat(opened), os.lstat(name, dir_fd=folder)):
+            raise Refused(errno.ELOOP, f"{name} is a symbolic link")
+    except BaseException:
+        os.close(opened)
+        raise
+    return opened
 
 
 def _describe(status: os.stat_result) -> Message:

@@ -104,7 +104,7 @@ async def _asked(name: str, endpoints: Endpoints, details: Mapping[str, str | bo
 
 
 def docker() -> Finding:
-    """Its SDK, and the daemon's version, storage driver and control groups."""
+    """Its SDK, and the daemon's version, storage driver, control groups, and whether it has gVisor."""
     host = _value(_SETTING + "DOCKER_HOST", "DOCKER_HOST") or _DOCKER_SOCKET
     shown = _without_user(host)
     sdk, details = _sdk("docker")
@@ -134,6 +134,9 @@ def docker() -> Finding:
         return _not_ok("docker", found, f"it runs {facts['system']} containers: sandboxes are Linux's", details)
     if _version(facts["api"]) < _MIN_DOCKER_API:
         return _not_ok("docker", found, "Docker 20.10 or newer is needed", details)
+    gvisor = _gvisor(info)
+    details["gvisor"] = ", ".join(gvisor)
+    found += f", gVisor as {', '.join(gvisor)}" if gvisor else ", no gVisor"
     missing = [
         name
         for name, there in (("cpu", "CpuCfsQuota"), ("memory", "MemoryLimit"), ("pids", "PidsLimit"))
@@ -143,6 +146,14 @@ def docker() -> Finding:
     if details["sdk"] is False:
         return _not_ok("docker", found, "pip install 'penstock-sandbox[docker]'", details)
     return Finding("docker", True, False, found, advice, details)
+
+
+def _gvisor(info: dict[str, Any]) -> list[str]:
+    """The daemon's runtimes that are gVisor, by the program that each runs: what docker_runtime can be set to."""
+    runtimes = info.get("Runtimes")
+    found = runtimes.items() if isinstance(runtimes, dict) else ()
+    programs = {name: str(it.get("path") or it.get("runtimeType")) for name, it in found if isinstance(it, dict)}
+    return sorted(name for name, program in programs.items() if "runsc" in program.rpartition("/")[2])
 
 
 def _docker_info(host: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from penstock.client.export import Format, Table, write
 
 def export(
     file: Annotated[Path, typer.Argument(help="Where to write; .parquet writes Parquet, anything else JSON Lines.")],
-    table: Annotated[Table, typer.Option(help="A row per model call, or per sample for training.")] = Table.SEQUENCES,
+    table: Annotated[Table, typer.Option(help="A row per model call, sample or host tool call.")] = Table.SEQUENCES,
     format_: Annotated[Format | None, typer.Option("--format", help="Default: by the file's name.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
     group_id: Annotated[str | None, typer.Option(help="Only of this group.")] = None,

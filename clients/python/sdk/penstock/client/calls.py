@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from penstock.client import chat, wire
+from penstock.client.errors import AlreadyDelivered
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.trajectory.v1 import trajectory_pb2
 
@@ -228,4 +229,6 @@ class ModelCall:
             self._ended.set()
 
     def _result(self, **result: Any) -> pb.CallResult:
+        if self.end_reason == "ANSWERED":
+            raise AlreadyDelivered(f"Call {self.call_id} was answered already", reason="ALREADY_DELIVERED")
         return pb.CallResult(call_id=self._message.call_id, **result)

@@ -158,9 +158,6 @@ class StalePolicy(ResultRejected):
     retryable = True
 
 
-STREAM_BROKEN: Final = "STREAM_BROKEN"
-"""The service ended a stream while it was written to, and grpc.aio forgot what it said; the next attempt hears it."""
-
 _SEND_FAILED: Final = "Internal error from Core"
 
 _CLASSES: Final[Mapping[grpc.StatusCode, type[PenstockError]]] = MappingProxyType(
@@ -194,7 +191,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PenstockError:
     """
     code = error.code()
     if code is grpc.StatusCode.INTERNAL and error.details() == _SEND_FAILED:
-        return Unavailable(f"{peer} ended the stream while it was written to.", reason=STREAM_BROKEN)
+        # grpc.aio has forgotten what the service said; the next attempt hears it.
+        return Unavailable(f"{peer} ended the stream while it was written to.", reason="STREAM_BROKEN")
     reason = f"TRANSPORT_{code.name}"
     message = error.details() or f"The call to {peer} failed with {code.name}."
     metadata: dict[str, str] = {}

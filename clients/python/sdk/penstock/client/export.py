@@ -1,5 +1,5 @@
-"""Trajectories to files: two tables, `turns` (one row per model call, lossless) and `sequences` (one row per sample,
-what trainers eat), as JSON Lines or Parquet.
+"""Trajectories to files: three tables, `turns` (a row per model call, lossless), `sequences` (a row per sample, what
+trainers eat) and `tool_calls` (a row per call of a host tool), as JSON Lines or Parquet.
 
 Invariants of a row of `sequences`: input_ids, loss_mask and logprobs have one length; the mask is 1 exactly on sampled
 tokens that may be trained; there the logprob is finite and <= 0, elsewhere it is 0.0.
@@ -36,10 +36,11 @@ class Format(StrEnum):
 
 
 class Table(StrEnum):
-    """The two tables."""
+    """The tables."""
 
     TURNS = "turns"
     SEQUENCES = "sequences"
+    TOOL_CALLS = "tool_calls"
 
 
 def turns(trajectory: Trajectory) -> Iterator[Row]:
@@ -136,7 +137,31 @@ def sequences(trajectory: Trajectory) -> Iterator[Row]:
         }
 
 
-ROWS: Final[dict[Table, Callable[[Trajectory], Iterator[Row]]]] = {Table.TURNS: turns, Table.SEQUENCES: sequences}
+def tool_calls(trajectory: Trajectory) -> Iterator[Row]:
+    """A row per call of a host tool, in order of arrival."""
+    for call in trajectory.host_tool_calls:
+        yield {
+            **_common(trajectory),
+            "tool_call_index": call.index,
+            "tool_call_id": call.tool_call_id,
+            "name": call.name,
+            "state": call.state,
+            "arguments_json": call.arguments_json,
+            "is_error": call.is_error,
+            "result_json": call.result_json or None,
+            "result_sha256": call.result_sha256.hex() or None,
+            "result_bytes": call.result_bytes,
+            "end_reason": call.end_reason or None,
+            "receive_time": _time(call.receive_time),
+            "end_time": _time(call.end_time),
+        }
+
+
+ROWS: Final[dict[Table, Callable[[Trajectory], Iterator[Row]]]] = {
+    Table.TURNS: turns,
+    Table.SEQUENCES: sequences,
+    Table.TOOL_CALLS: tool_calls,
+}
 """How each table is made from a trajectory."""
 
 
@@ -256,12 +281,15 @@ _TYPES: Final = {
     "stop_token_id": "int32",
     "cached_tokens": "int64",
     "chain_index": "int32",
+    "tool_call_index": "int32",
+    "result_bytes": "int64",
     "http_attempts": "int32",
     "schema_version": "int32",
     "policy_version_min": "int64",
     "policy_version_max": "int64",
     "truncated": "bool",
     "injected": "bool",
+    "is_error": "bool",
 }
 
 

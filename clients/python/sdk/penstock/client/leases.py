@@ -22,6 +22,7 @@ from penstock.client.errors import (
     ResultRejected,
     StalePolicy,
     UnknownCall,
+    Violation,
 )
 from penstock.interception.v1 import intercept_service_pb2 as pb
 
@@ -108,6 +109,11 @@ class Leases:
 
     # For the stream.
 
+    @property
+    def call_ids(self) -> list[str]:
+        """Calls that are here and not over."""
+        return list(self._held)
+
     def leased(self, message: pb.ModelCall) -> None:
         """The gate leased a call: a new one is handed out, one that is held gets its new lease."""
         held = self._held.get(message.call_id)
@@ -144,7 +150,7 @@ class Leases:
             self._forget(message.call_id)
             held.call.end(reason)
         if accepted is not None and not accepted.done():
-            accepted.set_exception(kind(text, reason=reason))
+            accepted.set_exception(kind(text, reason=reason, violations=tuple(map(_violation, message.violations))))
 
     def cancelled(self, call_id: str, reason: str) -> None:
         """A call needs no answer any more. An answer that is under way gets its own verdict from the gate."""
@@ -209,3 +215,9 @@ class Leases:
     def _forget(self, call_id: str) -> _Held | None:
         self._unsent.pop(call_id, None)
         return self._held.pop(call_id, None)
+
+
+def _violation(text: str) -> Violation:
+    """`completion.span: no tokens`, taken apart."""
+    field, colon, description = text.partition(": ")
+    return Violation(field, description) if colon else Violation("completion", text)

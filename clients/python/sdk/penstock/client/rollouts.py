@@ -34,6 +34,9 @@ class RolloutOptions(TypedDict, total=False):
     budgets: tasks.Budgets
     policy: tasks.PolicyConstraint
     run_id: str
+    run_budgets: tasks.RunBudgets
+    """Of all rollouts with this run_id; the first that gives them fixes them."""
+    token_terms: tasks.TokenTerms
     labels: Mapping[str, str]
     seed: int
     """For the agent's option `seed`; in a group, seed + index."""
@@ -71,6 +74,10 @@ def spec(task: tasks.Task, agent: str | tasks.AgentChoice, options: RolloutOptio
         message.limits.CopyFrom(wire_specs.limits(options["limits"]))
     if "budgets" in options:
         message.budgets.CopyFrom(wire_specs.budgets(options["budgets"]))
+    if "run_budgets" in options:
+        message.run_budgets.CopyFrom(wire_specs.run_budgets(options["run_budgets"]))
+    if "token_terms" in options:
+        message.token_terms.CopyFrom(wire_specs.token_terms(options["token_terms"]))
     if "policy" in options:
         message.policy.CopyFrom(wire_specs.policy(options["policy"]))
     return message

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import grpc
 
 from penstock.client.endpoints import Endpoints, ServiceName, Tls
-from penstock.client.errors import STREAM_BROKEN, ConfigurationError, PenstockError, Unavailable, from_rpc_error
+from penstock.client.errors import ConfigurationError, PenstockError, Unavailable, from_rpc_error
 
 if TYPE_CHECKING:
     Unary = grpc.aio.UnaryUnaryMultiCallable
@@ -172,7 +172,7 @@ class Service:
                 return answer
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc_error(failure, self.peer)
-                if error.reason != STREAM_BROKEN or not attempts:
+                if error.reason != "STREAM_BROKEN" or not attempts:
                     raise error from None
 
 

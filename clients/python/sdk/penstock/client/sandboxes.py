@@ -280,6 +280,7 @@ class SandboxesClient:
         user: str = "",
         lease: float | None = None,
         labels: Mapping[str, str] | None = None,
+        own_kernel: bool = False,
     ) -> SandboxHandle:
         """Makes a sandbox and returns when it is ready: `async with await ps.sandboxes.create() as sandbox`.
 
@@ -293,6 +294,7 @@ class SandboxesClient:
             user: the account that executes; empty = the backend's ordinary user.
             lease: seconds that it lives without `renew`; None = 15 min.
             labels: for finding it.
+            own_kernel: refuse it rather than run it on the kernel of the backend's machine (gVisor, virtual machines).
         """
         spec = sandbox_pb2.SandboxSpec(
             backend=backend,
@@ -302,6 +304,7 @@ class SandboxesClient:
             user=user,
             lease=wire.duration(lease),
             labels=labels or {},
+            own_kernel=own_kernel,
         )
         if snapshot_id:
             spec.base.snapshot_id = snapshot_id

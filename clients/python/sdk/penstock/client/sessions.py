@@ -290,6 +290,7 @@ class InterceptSession:
             policy_version=self._policy_version,
             view=self._view,
             resume_session_id=self.session_id or None,
+            held=pb.HeldCalls(call_ids=self._leases.call_ids) if self.session_id else None,
         )
 
     def _take_up(self, welcome: pb.Welcome) -> None:

@@ -168,12 +168,16 @@ Network: TypeAlias = OneEndpoint | Allowlist | OpenNetwork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxChoice:
-    """What a rollout may choose about its sandbox; the operator's policy bounds it."""
+    """What a rollout may choose about its sandbox; the operator's policy bounds it.
+
+    `user` is the account that executes agent, setup and verifier; empty = the backend's ordinary user.
+    """
 
     backend: str = ""
     image: str = ""
     resources: Resources | None = None
     setup_network: Network | None = None
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,16 +191,65 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallRate:
+    """How fast calls may come: `calls` in each `period` seconds, evenly; `burst` (None = calls) of them at once."""
+
+    calls: int
+    period: float = 1.0
+    burst: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """Limits of one rollout at the gate; None = the operator's default. Times in seconds."""
+    """Limits of one rollout at the gate; None = unlimited, call_timeout (1 h) and max_tool_calls (the operator's) not.
+
+    Times in seconds, sizes in bytes. A call over `call_rate` is told when to come again, a body over
+    `max_request_bytes_per_call` is refused; all others, used up, end the rollout's calls.
+    """
 
     max_calls: int | None = None
+    max_prompt_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_total_tokens: int | None = None
     max_tokens_per_call: int | None = None
+    max_request_bytes: int | None = None
+    max_request_bytes_per_call: int | None = None
     call_timeout: float | None = None
     wall_time: float | None = None
+    call_rate: CallRate | None = None
     max_tool_calls: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBudgets:
+    """Limits of all rollouts of a run together; None = unlimited. Times in seconds, sizes in bytes.
+
+    The first rollout of a run that gives them fixes them. Used up, they end the calls of each of its rollouts.
+    """
+
+    max_calls: int | None = None
+    max_prompt_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_total_tokens: int | None = None
+    max_request_bytes: int | None = None
+    wall_time: float | None = None
+    call_rate: CallRate | None = None
+
+
+class TokenScope(StrEnum):
+    """What a rollout's token is good for: completions; counting tokens and reading models; host tools."""
+
+    COMPLETIONS = "completions"
+    READ = "read"
+    TOOLS = "tools"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTerms:
+    """Terms of an agent's token for the gate: no scopes = all; `ttl` in seconds, None = until its rollout's end."""
+
+    scopes: Sequence[TokenScope | str] = ()
+    ttl: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

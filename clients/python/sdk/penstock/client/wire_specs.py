@@ -145,6 +145,7 @@ def sandbox_choice(value: tasks.SandboxChoice) -> rollout_pb2.SandboxChoice:
         image=value.image,
         resources=resources(value.resources),
         setup_network=network(value.setup_network),
+        user=value.user,
     )
 
 
@@ -159,16 +160,45 @@ def limits(value: tasks.Limits) -> rollout_pb2.Limits:
 
 
 def budgets(value: tasks.Budgets) -> interception_pb2.Budgets:
-    """Limits at the gate."""
+    """A rollout's limits at the gate."""
     return interception_pb2.Budgets(
         max_calls=value.max_calls,
+        max_prompt_tokens=value.max_prompt_tokens,
         max_completion_tokens=value.max_completion_tokens,
         max_total_tokens=value.max_total_tokens,
         max_tokens_per_call=value.max_tokens_per_call,
+        max_request_bytes=value.max_request_bytes,
+        max_request_bytes_per_call=value.max_request_bytes_per_call,
         call_timeout=duration(value.call_timeout),
         wall_time=duration(value.wall_time),
+        call_rate=_rate(value.call_rate),
         max_tool_calls=value.max_tool_calls,
     )
+
+
+def run_budgets(value: tasks.RunBudgets) -> interception_pb2.RunBudgets:
+    """A run's limits at the gate."""
+    return interception_pb2.RunBudgets(
+        max_calls=value.max_calls,
+        max_prompt_tokens=value.max_prompt_tokens,
+        max_completion_tokens=value.max_completion_tokens,
+        max_total_tokens=value.max_total_tokens,
+        max_request_bytes=value.max_request_bytes,
+        wall_time=duration(value.wall_time),
+        call_rate=_rate(value.call_rate),
+    )
+
+
+def token_terms(value: tasks.TokenTerms) -> interception_pb2.TokenTerms:
+    """Terms of the agent's token."""
+    scopes = [number(interception_pb2.TokenScope, scope, "TOKEN_SCOPE_") for scope in value.scopes]
+    return interception_pb2.TokenTerms(scopes=scopes, ttl=duration(value.ttl))
+
+
+def _rate(value: tasks.CallRate | None) -> interception_pb2.CallRate | None:
+    if value is None:
+        return None
+    return interception_pb2.CallRate(calls=value.calls, period=duration(value.period), burst=value.burst)
 
 
 def policy(value: tasks.PolicyConstraint) -> interception_pb2.PolicyVersionConstraint:

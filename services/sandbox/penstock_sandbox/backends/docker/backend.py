@@ -28,13 +28,14 @@ from penstock_sandbox.backends.docker.boxes import Boxes
 from penstock_sandbox.backends.docker.daemon import Daemon, Missing, Refused
 from penstock_sandbox.backends.docker.deaths import Deaths
 from penstock_sandbox.backends.docker.images import Images
+from penstock_sandbox.backends.docker.inside import Inside
 from penstock_sandbox.backends.docker.layers import Layers, name_of
 from penstock_sandbox.backends.docker.mounts import Mounts
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.backends.docker.prepared import Prepared, ReadyImage, described
 from penstock_sandbox.backends.docker.reach import Direct, Reach, Sidecar
 from penstock_sandbox.backends.docker.reaper import Owner, Reaper
-from penstock_sandbox.backends.docker.trial import Trial, unusable
+from penstock_sandbox.backends.docker.trial import Trial, keeps_apart, unusable
 from penstock_sandbox.backends.docker.wire import Wire
 from penstock_sandbox.model import SandboxSpec
 
@@ -80,7 +81,7 @@ class DockerBackend(Backend):
         options.state_dir.mkdir(parents=True, exist_ok=True)
         owner = Owner(await asyncio.to_thread(_instance, options.state_dir), secrets.token_hex(8))
         wire = Wire(options.host)
-        reaper = Reaper(daemon, owner)
+        reaper = Reaper(daemon, owner, other_runtime=bool(options.runtime))
         self._stack.push_async_callback(reaper.aclose)
         await reaper.open()
         prepared = Prepared(daemon, owner, reaper, options.prepared_bytes, keep_workdir=options.read_only)
@@ -107,7 +108,13 @@ class DockerBackend(Backend):
         self._stack.push_async_callback(boxes.aclose)
         sidecar = Sidecar(daemon, wire, images, owner, reaper, options.sidecar_image)
         direct = Direct(options.state_dir)
-        ways: list[Reach] = [way for way in (direct, sidecar) if options.reach in ("auto", way.name)]
+        inside = Inside(daemon, wire, images, owner, reaper, mounts, options.sidecar_image, options.memory_bytes)
+        ways: list[Reach] = [direct, sidecar, inside]
+        if options.reach != "auto":
+            ways = [way for way in ways if way.name == options.reach]
+        elif keeps_apart(info, options.runtime):
+            # Whoever asked for such a runtime wants no other isolation, and the others would wait for what never comes.
+            ways = [inside]
         found = await Trial(options, info, daemon, owner, reaper, images, mounts, boxes).choose(ways)
         if isinstance(found, str):
             self.unavailable_reason = found

@@ -9,7 +9,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -124,28 +124,28 @@ class Boxes:
             read_only=self._options.read_only,
             runtime=self._options.runtime,
         )
-        reached: Reached | None = None
         try:
-            try:
-                made = await self._daemon.create(name, settings, host)
-                await self._daemon.start(made)
-                state = (await self._daemon.inspect(made))["State"]
-            except Refused as error:
-                raise Internal(f"the sandbox could not be made: {error.what}", reason="CREATE_FAILED") from error
-            started = Started(
-                sandbox_id,
-                name,
-                made,
-                int(state["Pid"]),
-                image,
-                spec.resources,
-                not self._options.read_only,
-            )
             if self.reach is None:
                 raise Unavailable("this service is stopping", reason="DRAINING", retry_after_s=1.0)
-            reached = await self.reach.reach(started)
+            reach = self.reach
+            writable = not self._options.read_only
+            reach.furnish(settings, host, image, spec.resources, writable=writable)
+            try:
+                made = await self._daemon.create(name, settings, host)
+            except Refused as error:
+                raise _not_made(error) from error
+
+            async def start() -> Started:
+                try:
+                    await self._daemon.start(made)
+                    state = (await self._daemon.inspect(made))["State"]
+                except Refused as error:
+                    raise _not_made(error) from error
+                return Started(sandbox_id, made, int(state["Pid"]), image, spec.resources, writable)
+
+            reached = await reach.reach(name, start)
         except BaseException:
-            await asyncio.shield(asyncio.ensure_future(self._remove(name, reached)))
+            await asyncio.shield(asyncio.ensure_future(self._remove(name, None)))
             self._layers.release(layers)
             raise
         box = self._live[name] = Box(name, made, image, reached, layers=layers)
@@ -158,7 +158,7 @@ class Boxes:
             default_env=_environment(image, path),
             on_lost=on_lost,
             destroy=lambda: self._end(box),
-            diff=lambda: changes.diff(self._daemon, made),
+            diff=lambda: self._diff(box),
             stats=reached.stats,
             oom_kills=reached.oom_kills,
         )
@@ -175,6 +175,11 @@ class Boxes:
             raise
         return box.handle
 
+    async def _diff(self, box: Box) -> AsyncIterator[bytes | list[str]]:
+        await box.reached.written(ended=False)
+        async for piece in changes.diff(self._daemon, box.container):
+            yield piece
+
     async def _end(self, box: Box) -> None:
         """A sandbox's end, whatever brought it."""
         try:
@@ -189,6 +194,7 @@ class Boxes:
         """Keep its files, once; how that failed is for whoever seals, and not for its end, which comes all the same."""
         try:
             # Dead before it is committed: nothing can be half written.
+            await box.reached.written(ended=True)
             await self._daemon.kill(box.container)
             labels = {**self._owner.labels(SNAPSHOT), SANDBOX: ""}
             made = await self._daemon.commit(box.container, REPOSITORY, layer_id, labels)
@@ -201,6 +207,10 @@ class Boxes:
 
     async def _remove(self, name: str, reached: Reached | None) -> None:
         await asyncio.gather(self._reaper.container(name), *([reached.close()] if reached is not None else []))
+
+
+def _not_made(error: Refused) -> Internal:
+    return Internal(f"the sandbox could not be made: {error.what}", reason="CREATE_FAILED")
 
 
 def _environment(image: ReadyImage, path: Sequence[str]) -> dict[str, str]:

@@ -35,6 +35,9 @@ _SIDECAR_CAPABILITIES = (
     "SYS_PTRACE",
 )
 
+# What an attendant needs that lives in the sandbox: to become its user, and to end what is his.
+_INHABITANT_CAPABILITIES = ("KILL", "SETGID", "SETPCAP", "SETUID")
+
 
 def sandbox(
     image: str,
@@ -92,6 +95,16 @@ def sandbox(
     if runtime:
         host["runtime"] = runtime
     return settings, host
+
+
+def inhabit(settings: Json, host: Json, argv: Sequence[str], mount: Mapping[str, Any]) -> None:
+    """Change a sandbox's container to one whose first process starts what serves it, as root of the sandbox's kernel.
+
+    It has what that process needs and gives up; what it starts for others has none of it.
+    """
+    settings.update(entrypoint=list(argv), user="0:0", stdin_open=True, detach=True)
+    host["cap_add"] = list(_INHABITANT_CAPABILITIES)
+    host["mounts"] = [*host["mounts"], dict(mount)]
 
 
 def sidecar(

@@ -58,6 +58,11 @@ class Images:
         found = await self._pulled(image)
         return await self._once(f"equip {image}", lambda: self._prepared.equipped(image, found, files))
 
+    async def known(self, image: str) -> tuple[str, str]:
+        """An image's id and architecture, pulled where it is not there; raises what ``ready`` does."""
+        found = await self._pulled(image)
+        return str(found["Id"]), str(found["Architecture"])
+
     # Pulling -----------------------------------------------------------------------------------------------------
 
     async def _pulled(self, image: str) -> Json:

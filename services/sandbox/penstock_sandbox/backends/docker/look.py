@@ -7,6 +7,9 @@ commands is needed in the image; whatever does not hold is told in words, and th
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from penstock_chassis.errors import PenstockError
@@ -22,7 +25,7 @@ status() { while read -r key value; do [ "$key" = "$1:" ] && echo "$value"; done
 for set in CapInh CapPrm CapEff CapBnd CapAmb; do
   case "$(status $set)" in *[!0]*) echo "capabilities remain: $set";; esac
 done
-[ "$(status NoNewPrivs)" = 1 ] || echo "privileges can be gained"
+[ -n "$OWN_KERNEL" ] || [ "$(status NoNewPrivs)" = 1 ] || echo "privileges can be gained"
 [ "$(status Seccomp)" = 2 ] || echo "system calls are not filtered"
 [ -n "$AS_ROOT" ] || case "$(status Uid)" in 0*|*[!0-9]0*) echo "it runs as root";; esac
 set -- /proc/[0-9]*
@@ -42,23 +45,77 @@ for process in /proc/[0-9]*; do
   number=${process#/proc/}
   [ "$number" = $$ ] && continue
   (kill -0 $number) 2>/dev/null && echo "process $number can be signalled"
-  (: < $process/environ) 2>/dev/null && echo "process $number can be read"
+  (: < $process/mem) 2>/dev/null && echo "process $number can be read"
+  [ -n "$OWN_KERNEL" ] || ! (: < $process/environ) 2>/dev/null || echo "process $number's environment can be read"
 done
 echo looked
 read -r line
 exit 0
 """
 
+# What a shell cannot see, and what kernels of their own do not write into /proc. Answers in JSON.
+_LOOK_CLOSER = r"""
+import ctypes, json, os, socket, stat, sys
+problems = []
+if ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) != 1:
+    problems.append("privileges can be gained")
+if 0 in os.getresuid() + os.getresgid():
+    problems.append("it runs as root")
+for process in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        if os.stat("/proc/" + process).st_uid == os.getuid():
+            continue
+        held = os.listdir("/proc/%s/fd" % process)
+    except OSError:
+        continue
+    for name in held:
+        path = "/proc/%s/fd/%s" % (process, name)
+        for flags in (os.O_RDONLY, os.O_WRONLY):
+            try:
+                opened = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+            except OSError:
+                continue
+            if not stat.S_ISCHR(os.fstat(opened).st_mode):
+                problems.append("what process %s holds can be opened: %s" % (process, os.readlink(path)))
+            os.close(opened)
+        try:
+            socket.socket(socket.AF_UNIX).connect(path)
+        except OSError:
+            continue
+        problems.append("process %s can be spoken to" % process)
+limit, made, gate = int(sys.argv[1]), [], os.pipe()
+try:
+    while limit and len(made) <= limit:
+        made.append(os.fork())
+        if made[-1] == 0:
+            os.close(gate[1])
+            os.read(gate[0], 1)
+            os._exit(0)
+    if limit:
+        problems.append("more processes run than its limit allows")
+except BlockingIOError:
+    pass
+os.close(gate[1])
+for child in made:
+    os.waitpid(child, 0)
+print(json.dumps({"problems": problems, "kernel": os.uname().release}))
+"""
 
-async def look(handle: SandboxHandle, shell: str, *, as_root: bool = False) -> tuple[str, int | None]:
+
+async def look(
+    handle: SandboxHandle, shell: str, *, as_root: bool = False, own_kernel: bool = False
+) -> tuple[str, int | None]:
     """What a sandbox that should be closed lets through (empty: nothing), and its processes while one ran.
 
-    A root's, ``as_root``, may write where the image's files are root's, and has nothing else of what others lack.
+    A root's, ``as_root``, may write where the image's files are root's, and has nothing else of what others lack. Of
+    one with a kernel of its own, ``look_closer`` sees the rest.
     """
+    given = {"PWD_GIVEN": handle.workdir, "AS_ROOT": "yes" * as_root, "OWN_KERNEL": "yes" * own_kernel}
     sink = _Probe()
-    env = {**handle.default_env, "PWD_GIVEN": handle.workdir, "AS_ROOT": "yes" if as_root else ""}
     try:
-        process = await handle.start([shell, "-c", _LOOK], env, handle.workdir, sink, stdin=True, pty=None)
+        process = await handle.start(
+            [shell, "-c", _LOOK], {**handle.default_env, **given}, handle.workdir, sink, stdin=True, pty=None
+        )
     except StartFailed as error:
         return f"{shell} cannot be run in the image: {error}", None
     async with asyncio.timeout(_DEADLINE_S):
@@ -68,8 +125,35 @@ async def look(handle: SandboxHandle, shell: str, *, as_root: bool = False) -> t
         ended = await sink.ended
     await process.aclose()
     if ended is None or not sink.text.endswith(b"looked\n"):
-        return f"the trial process did not finish: {sink.text[-500:].decode(errors='replace')}", None
+        return f"the trial process did not finish: {sink.told}", None
     return sink.text.decode(errors="replace").removesuffix("looked\n").strip().replace("\n", "; "), running
+
+
+@dataclass(frozen=True, slots=True)
+class Closer:
+    """What was seen closer: what does not hold (empty: all does), and the release of the kernel inside."""
+
+    problem: str
+    kernel: str = ""
+
+
+async def look_closer(handle: SandboxHandle, python: Sequence[str], most_processes: int | None) -> Closer:
+    """What a Python program sees as the workload; ``python`` is the argv that begins one."""
+    sink = _Probe()
+    try:
+        argv = [*python, "-c", _LOOK_CLOSER, str(most_processes or 0)]
+        process = await handle.start(argv, handle.default_env, handle.workdir, sink, stdin=False, pty=None)
+    except StartFailed as error:
+        return Closer(f"its Python cannot be run: {error}")
+    async with asyncio.timeout(_DEADLINE_S):
+        await sink.ended
+        await sink.looked.wait()
+    await process.aclose()
+    try:
+        told = json.loads(sink.text)
+    except ValueError:
+        return Closer(f"the trial process did not finish: {sink.told}")
+    return Closer("; ".join(told["problems"]), str(told["kernel"]))
 
 
 class _Probe(ProcessSink):
@@ -79,6 +163,11 @@ class _Probe(ProcessSink):
         self.text = b""
         self.looked = asyncio.Event()
         self.ended: asyncio.Future[RawExit | None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def told(self) -> str:
+        """The last of what it said."""
+        return self.text[-500:].decode(errors="replace")
 
     def output(self, stream: Stream, data: bytes) -> None:
         self.text += data

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from penstock_sandbox.backends.base import MountedToolbox
@@ -21,6 +21,9 @@ from penstock_sandbox.backends.docker.reaper import Owner, Reaper
 from penstock_sandbox.backends.local.layers import Collector
 
 _FILL = "/fill"
+
+Archives = Callable[[], Iterator[Iterator[bytes]]]
+"""Gives tars in chunks, each read to its end before the next."""
 
 
 class Mounts:
@@ -51,20 +54,26 @@ class Mounts:
     async def _mount(self, source: Path, target: str, image: str) -> Json:
         if self.same_files:
             return bind(source, target)
-        name = f"penstock-{self._owner.run}-{hashlib.sha256(str(source).encode()).hexdigest()[:16]}"
+        key = hashlib.sha256(str(source).encode()).hexdigest()[:16]
+        return await self.made(key, target, image, lambda: iter([_packed(source)]))
+
+    async def made(self, key: str, target: str, image: str, archives: Archives) -> Json:
+        """The mount of a copy that is filled with ``archives`` (tars, one after another), once for each ``key``."""
+        name = f"penstock-{self._owner.run}-{key}"
         task = self._filled.get(name)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = self._filled[name] = asyncio.create_task(self._fill(name, source, image), name=f"fill-{name}")
+            task = self._filled[name] = asyncio.create_task(self._fill(name, archives, image), name=f"fill-{name}")
         await asyncio.shield(task)
         return {"type": "volume", "source": name, "target": target, "read_only": True, "no_copy": True}
 
-    async def _fill(self, name: str, source: Path, image: str) -> None:
+    async def _fill(self, name: str, archives: Archives, image: str) -> None:
         await self._daemon.create_volume(name, self._owner.labels("toolbox"))
         settings: Json = {"image": image, "command": ["-"], "entrypoint": ["-"], "labels": self._owner.labels("making")}
         mount = {"type": "volume", "source": name, "target": _FILL, "no_copy": True}
         container = await self._daemon.create("", settings, {"network_mode": "none", "mounts": [mount]})
         try:
-            await self._daemon.put(container, _FILL, _packed(source))
+            for archive in archives():
+                await self._daemon.put(container, _FILL, archive)
         finally:
             await asyncio.shield(asyncio.ensure_future(self._reaper.container(container)))
 

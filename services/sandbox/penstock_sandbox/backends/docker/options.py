@@ -17,6 +17,8 @@ class DockerOptions:
     allowed_images: tuple[str, ...] = ("*",)
     reach: str = "auto"
     runtime: str = ""
+    memory_bytes: int | None = None
+    """What a whole sandbox may take where its kernel holds its programs to no limit of theirs."""
     read_only: bool = False
     allow_root: bool = False
     pull_timeout_s: float = 600.0

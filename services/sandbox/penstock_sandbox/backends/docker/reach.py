@@ -1,6 +1,6 @@
-"""The two ways into a sandbox: this service enters its namespaces, or a container beside it does.
+"""The ways into a sandbox: this service enters its namespaces, or a container beside it does (or see ``inside``).
 
-Purpose: both start the same attendant, which serves the sandbox over one byte stream; what differs is who starts it
+Purpose: all start the same attendant, which serves the sandbox over one byte stream; what differs is who starts it
 and how its socket is reached. Neither needs anything in the sandbox's image.
 
 - Direct: this service is root on the daemon's machine and sees the container's first process. It starts the attendant
@@ -18,10 +18,9 @@ import abc
 import asyncio
 import contextlib
 import os
-import shlex
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from penstock_sandbox.attendant.main import NO_ATTENDANT
 from penstock_sandbox.backends.attended import launch
 from penstock_sandbox.backends.attended.pipe import Opener, Pipe, SandboxGone, unix_socket
 from penstock_sandbox.backends.docker import cgroups, confinement, container, hold
-from penstock_sandbox.backends.docker.daemon import Daemon, Missing, Refused
+from penstock_sandbox.backends.docker.daemon import Daemon, Json, Missing, Refused
 from penstock_sandbox.backends.docker.images import Images
 from penstock_sandbox.backends.docker.nursery import Nursery
 from penstock_sandbox.backends.docker.places import OURS
@@ -49,10 +48,14 @@ _LAST_WORDS_S = 1.0
 _PROGRAM = f"{OURS}/attendant"
 _FILTER = f"{OURS}/filter"
 _SOCKET = "/run/attendant/socket"
-_ENDED = "the-first-pipe-has-ended"
-_ATTACH = ("python3", _PROGRAM, "attach", "--socket", _SOCKET, "--aside")
+# Neither the environment's nor the site's additions: what is needed is the standard library, and soon.
+_PYTHON = ("python3", "-I", "-S", _PROGRAM)
+_ATTACH = ("attach", "--socket", _SOCKET, "--aside")
 
 SIDECAR_SUFFIX = "-sidecar"
+
+ENDED = "the-first-pipe-has-ended"
+"""What a container's first process says when it has carried its pipe to the end: the daemon keeps it open."""
 
 ROOT_MODE = 0o1777
 """A sandbox's root directory, where it may be written: as under /tmp, its user may add to it and not replace what is
@@ -61,10 +64,9 @@ there. No image keeps it: the daemon's layers leave the root directory out."""
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A sandbox's container that runs: its name, its id, and its first process as the daemon's machine numbers it."""
+    """A sandbox's container that runs: its id, and its first process as the daemon's machine numbers it."""
 
     sandbox_id: str
-    name: str
     id: str
     pid: int
     image: ReadyImage
@@ -75,6 +77,10 @@ class Started:
     def user(self) -> str:
         """The workload's ids, as the attendant takes them."""
         return f"{self.image.account.uid}:{self.image.account.gid}"
+
+
+Start = Callable[[], Awaitable[Started]]
+"""Starts a container, once."""
 
 
 class Reached(abc.ABC):
@@ -88,6 +94,13 @@ class Reached(abc.ABC):
         """Why the way in failed, where it left word."""
         return ""
 
+    async def written(self, *, ended: bool) -> None:
+        """All that was written is where the daemon sees it; with ``ended``, also nothing runs there any more.
+
+        Raises FailedPrecondition (SEAL_FAILED).
+        """
+        return
+
     @abc.abstractmethod
     async def stats(self) -> Stats:
         """What the workload uses, as its limits count it."""
@@ -98,9 +111,13 @@ class Reached(abc.ABC):
 
 
 class Reach(abc.ABC):
-    """One of the two ways."""
+    """One of the ways."""
 
     name: str
+    own_kernel = False
+    """Whether it is for containers whose kernel is not the machine's, and for no others."""
+    python: Sequence[str] = ()
+    """The argv that begins a Python program in a sandbox, where this way brings one."""
 
     @abc.abstractmethod
     async def open(self) -> None:
@@ -110,9 +127,13 @@ class Reach(abc.ABC):
     async def aclose(self) -> None:
         """Release what ``open`` took."""
 
+    def furnish(self, settings: Json, host: Json, image: ReadyImage, resources: Resources, *, writable: bool) -> None:
+        """Change what the daemon is asked for, so that a sandbox can be reached this way."""
+        return
+
     @abc.abstractmethod
-    async def reach(self, started: Started) -> Reached:
-        """Start an attendant for a container. Raises PenstockError; then nothing of it is left."""
+    async def reach(self, name: str, start: Start) -> Reached:
+        """Start a container that was made, and an attendant for it. Raises PenstockError; then no attendant is left."""
 
 
 # Direct --------------------------------------------------------------------------------------------------------------
@@ -143,7 +164,8 @@ class Direct(Reach):
         await self._nursery.aclose()
         await asyncio.to_thread(shutil.rmtree, self._folder, True)
 
-    async def reach(self, started: Started) -> Reached:
+    async def reach(self, name: str, start: Start) -> Reached:
+        started = await start()
         folder = self._folder / started.sandbox_id
         try:
             group, joins = await asyncio.to_thread(cgroups.of_container, started.pid, started.id)
@@ -228,20 +250,15 @@ class Sidecar(Reach):
     async def aclose(self) -> None:
         return
 
-    async def reach(self, started: Started) -> Reached:
-        name = started.name + SIDECAR_SUFFIX
-        serve = (
-            f"python3 {_PROGRAM} serve --socket {_SOCKET} --enter 1 --expect {hold.PATH} --user {started.user}"
-            f" --seccomp {_FILTER}"
-        )
-        # Through the container's first process, since the sidecar has a root of its own; and only now, when it is known
-        # to be the container's.
-        serve += f" && chmod {ROOT_MODE:o} /proc/1/root/." if started.writable else ""
-        # The first process carries the link's first pipe, which spares a command; when that ends it says so, since the
-        # daemon keeps these pipes open for as long as it lives, and keeps the container alive. By then it is not root,
-        # and nobody inside reaches it. No text of a caller's or of an image's is in here.
-        carry = shlex.join([*_ATTACH, "--last", _ENDED, "--then", hold.PATH])
-        argv = ["/bin/sh", "-c", f"{serve} && exec {carry}"]
+    async def reach(self, name: str, start: Start) -> Reached:
+        started = await start()
+        name += SIDECAR_SUFFIX
+        serve = ["serve", "--socket", _SOCKET, "--enter", "1", "--expect", hold.PATH, "--user", started.user]
+        serve += ["--seccomp", _FILTER, *(["--root-mode", f"{ROOT_MODE:o}"] if started.writable else [])]
+        # The first process carries the link's first pipe, which spares a command and a second Python; when that ends
+        # it says so, since the daemon keeps these pipes open for as long as it lives, and keeps the container alive. By
+        # then it is not root, and nobody inside reaches it. No text of a caller's or of an image's is in here.
+        argv = [*_PYTHON, *serve, "--and", *_ATTACH, "--last", ENDED, "--then", hold.PATH]
         labels = {**self._owner.labels("sidecar"), SANDBOX: started.sandbox_id}
         settings, host = container.sidecar(self._image, labels, started.id, argv, started.resources)
         reached = _Beside(self._daemon, self._wire, self._reaper, name)
@@ -258,21 +275,27 @@ class Sidecar(Reach):
         return reached
 
 
-class _Beside(Reached):
-    def __init__(self, daemon: Daemon, wire: Wire, reaper: Reaper, name: str) -> None:
+class Piped(Reached):
+    """A way by the pipes of a container's first process, and of commands that join the attendant when those broke."""
+
+    def __init__(self, daemon: Daemon, wire: Wire, name: str, join: Sequence[str]) -> None:
         self._daemon = daemon
         self._wire = wire
-        self._reaper = reaper
         self._name = name
+        self._join = join
         self._first: _CommandPipe | None = None
         self._speaks: _CommandPipe | None = None
         self.opener = self._open
+
+    @abc.abstractmethod
+    def gone(self) -> SandboxGone:
+        """What it means that the container is not there."""
 
     async def attach(self) -> None:
         """Take hold of the first process's pipes, before it is started."""
         stack = AsyncExitStack()
         self._first = self._speaks = _CommandPipe(
-            await stack.enter_async_context(self._wire.attached(self._name, _ENDED.encode())), stack
+            await stack.enter_async_context(self._wire.attached(self._name, ENDED.encode())), stack
         )
 
     async def _open(self) -> Pipe:
@@ -281,15 +304,15 @@ class _Beside(Reached):
             return first
         stack = AsyncExitStack()
         try:
-            execution = await self._daemon.execute(self._name, _ATTACH)
+            execution = await self._daemon.execute(self._name, self._join)
             pipes = await stack.enter_async_context(self._wire.command(execution))
             return _CommandPipe(pipes, stack, lambda: self._daemon.exit_code(execution))
         except Missing as error:
-            raise SandboxGone("SIDECAR_ENDED") from error
+            raise self.gone() from error
         except Refused as error:
             await stack.aclose()
             if error.status == 409:
-                raise SandboxGone("SIDECAR_ENDED") from error
+                raise self.gone() from error
             raise
         except BaseException:
             await stack.aclose()
@@ -298,12 +321,24 @@ class _Beside(Reached):
     async def said(self) -> str:
         return await self._speaks.said() if self._speaks is not None else ""
 
-    async def stats(self) -> Stats:
-        return _figures(await self._daemon.stats(self._name))
-
     async def close(self) -> None:
         if self._first is not None:
             await self._first.aclose()
+
+
+class _Beside(Piped):
+    def __init__(self, daemon: Daemon, wire: Wire, reaper: Reaper, name: str) -> None:
+        super().__init__(daemon, wire, name, (*_PYTHON, *_ATTACH))
+        self._reaper = reaper
+
+    def gone(self) -> SandboxGone:
+        return SandboxGone("SIDECAR_ENDED")
+
+    async def stats(self) -> Stats:
+        return figures(await self._daemon.stats(self._name))
+
+    async def close(self) -> None:
+        await super().close()
         await self._reaper.container(self._name)
 
 
@@ -340,7 +375,8 @@ class _CommandPipe:
         await self._stack.aclose()
 
 
-def _figures(sample: dict[str, object]) -> Stats:
+def figures(sample: dict[str, object]) -> Stats:
+    """What the daemon's sample of a container says."""
     memory, pids, cpu = (_part(sample, name) for name in ("memory_stats", "pids_stats", "cpu_stats"))
     used = _part(cpu, "cpu_usage").get("total_usage")
     return Stats(

@@ -7,6 +7,7 @@ count is told (``snapshots``), and until then all of them do.
 Invariants
 - Only what carries this instance's label is ever removed.
 - A removal that fails is tried again, for ever, ever more rarely; nobody waits for it.
+- With a runtime of the operator's choice, a removed container's processes are looked for too (``remnants``).
 - The daemon may still be carrying out what a killed service asked of it, so leftovers are looked for again and again.
 """
 
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 import structlog
 
 from penstock_chassis.errors import PenstockError
-from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
+from penstock_sandbox.backends.docker import remnants
+from penstock_sandbox.backends.docker.daemon import Daemon, Json, Missing, Refused
 
 INSTANCE = "penstock.instance"
 RUN = "penstock.run"
@@ -62,10 +64,12 @@ class Owner:
 class Reaper:
     """Removes; see the module."""
 
-    def __init__(self, daemon: Daemon, owner: Owner) -> None:
+    def __init__(self, daemon: Daemon, owner: Owner, *, other_runtime: bool = False) -> None:
         self._daemon = daemon
         self._owner = owner
+        self._other_runtime = other_runtime
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self.snapshots: frozenset[str] | None = None
         """Names of the images of earlier runs that are snapshots still; None while that is not known."""
@@ -76,14 +80,15 @@ class Reaper:
         self._own(self._sweep_forever(), "docker-sweep")
 
     async def aclose(self) -> None:
-        """Stop. What could not be removed is found by its label at the next start."""
+        """Stop. What could not be removed is found by its label at the next start; what removed ones left is not."""
+        await asyncio.gather(*self._ending, return_exceptions=True)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def container(self, name: str) -> None:
         """Remove a container now; where that fails it is tried again in the background."""
-        await self._attempt(lambda: self._daemon.remove(name), "container", name)
+        await self._attempt(lambda: self._remove_container(name), "container", name)
 
     async def image(self, name: str) -> None:
         """Remove an image, as ``container`` does."""
@@ -92,6 +97,20 @@ class Reaper:
     async def volume(self, name: str) -> None:
         """Remove a volume, as ``container`` does."""
         await self._attempt(lambda: self._daemon.remove_volume(name), "volume", name)
+
+    async def _remove_container(self, name: str) -> None:
+        if not self._other_runtime:
+            await self._daemon.remove(name)
+            return
+        try:
+            made = str((await self._daemon.inspect(name))["Id"])
+        except Missing:
+            return
+        await self._daemon.remove(made)
+        # Nobody waits for it, but for the end of this service.
+        ending = asyncio.create_task(remnants.end(made), name=f"docker-remnants-{made[:12]}")
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
     async def _attempt(self, remove: Callable[[], Awaitable[None]], kind: str, name: str) -> None:
         try:

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
 import structlog
 
 from penstock_chassis.errors import Internal, PenstockError
+from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
 from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.docker import container
 from penstock_sandbox.backends.docker.boxes import TRIAL, Boxes
 from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
 from penstock_sandbox.backends.docker.images import Images
-from penstock_sandbox.backends.docker.look import look, reads, write_nonce
+from penstock_sandbox.backends.docker.look import look, look_closer, reads, write_nonce
 from penstock_sandbox.backends.docker.mounts import Mounts, bind
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.backends.docker.places import OURS
@@ -29,8 +31,15 @@ from penstock_sandbox.backends.refusals import Refused as RefusedInside
 from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, Resources, SandboxSpec
 
 _TRIAL = Resources(cpu=0.5, memory_bytes=256 * 1024 * 1024, pids=64)
+# So many are really started, within the operator's memory for one sandbox.
+_TRIAL_PIDS_TRIED = 16
 _TRIAL_DISK = 64 * 1024 * 1024
 _SHARED_PROBE = f"{OURS}/shared"
+_OWN_KERNELS = ("runsc", "kata")
+_GVISOR_ADVICE = (
+    "; to have it, install gVisor (apt-get install runsc), name it under runtimes in the daemon's daemon.json and "
+    "restart the daemon: docs/guides/backend-docker.md has the lines"
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -40,8 +49,17 @@ def unusable(info: Json, runtime: str) -> str:
     if info.get("OSType") != "linux":
         return "the daemon runs no Linux containers"
     if runtime and runtime not in (info.get("Runtimes") or {}):
-        return f"the daemon has no runtime {runtime!r}; it has: {', '.join(sorted(info.get('Runtimes') or {}))}"
+        has = ", ".join(sorted(info.get("Runtimes") or {}))
+        how = _GVISOR_ADVICE if "runsc" in runtime else ""
+        return f"the daemon has no runtime {runtime!r}; it has: {has}{how}"
     return ""
+
+
+def keeps_apart(info: Json, runtime: str) -> bool:
+    """Whether a runtime is known, by the program that the daemon runs for it, to give containers another kernel."""
+    described = (info.get("Runtimes") or {}).get(runtime) or {}
+    program = str(described.get("path") or described.get("runtimeType") or "")
+    return any(name in program.rpartition("/")[2] for name in _OWN_KERNELS)
 
 
 class Trial:
@@ -70,6 +88,8 @@ class Trial:
             memory_bytes=_TRIAL.memory_bytes if info.get("MemoryLimit") else None,
             pids=_TRIAL.pids if info.get("PidsLimit") else None,
         )
+        self._kernel = str(info.get("KernelVersion") or "")
+        self._files_seen = True
 
     async def choose(self, reaches: Sequence[Reach]) -> Capabilities | str:
         """Open the first way in by which a trial sandbox is as it should be, and leave it in ``Boxes.reach``.
@@ -79,12 +99,15 @@ class Trial:
         problems = []
         for reach in reaches:
             self._boxes.reach = reach
+            if reach.own_kernel:
+                # Its control groups are around it, not in it: processes are counted by it, memory is not.
+                self._limits = replace(self._limits, memory_bytes=None, pids=_TRIAL_PIDS_TRIED)
             try:
                 await reach.open()
                 image = await self._images.ready(self._options.image)
-                problem = await self._try(image)
+                problem = await self._try(image, reach)
                 if not problem:
-                    claims = await self._claims(image)
+                    claims = await self._claims(image, reach)
                     _log.info("docker backend ready", reach=reach.name, shared_files=self._mounts.same_files)
                     return claims
             except (PenstockError, LinkLost, RefusedInside, TimeoutError) as error:
@@ -97,7 +120,7 @@ class Trial:
             _log.info("this way into containers does not do", reach=reach.name, reason=problem)
         return "a trial sandbox failed: " + "; ".join(problems)
 
-    async def _try(self, image: ReadyImage) -> str:
+    async def _try(self, image: ReadyImage, reach: Reach) -> str:
         """Make a sandbox and look from inside; answers what does not hold (empty: nothing)."""
         nonce = secrets.token_hex(16)
         shared = self._options.state_dir / "shared"
@@ -115,18 +138,35 @@ class Trial:
         try:
             if self._mounts.same_files:
                 self._mounts.same_files = await reads(box, f"{_SHARED_PROBE}/nonce", nonce)
-            problem, running = await look(box, image.account.shell)
+            problem, running = await look(box, image.account.shell, own_kernel=reach.own_kernel)
+            if not problem and reach.own_kernel:
+                problem = await self._look_closer(box, reach)
             if not problem and running is not None and self._limits.pids is not None and running < 2:
                 problem = "what runs in it does not count towards its limits"
         finally:
             await box.destroy()
         return problem
 
-    async def _claims(self, image: ReadyImage) -> Capabilities:
+    async def _look_closer(self, handle: AttendedSandbox, reach: Reach) -> str:
+        found = await look_closer(handle, reach.python, self._limits.pids)
+        if found.problem:
+            return found.problem
+        if found.kernel == self._kernel:
+            return "its kernel is the machine's: such containers are entered from outside (docker_reach)"
+        box = self._boxes.of(handle)
+        assert box is not None
+        # The look left a file there.
+        await box.reached.written(ended=False)
+        listed = await self._daemon.changes(box.container)
+        self._files_seen = any(one["Path"] == f"{handle.workdir}/trial" for one in listed)
+        return ""
+
+    async def _claims(self, image: ReadyImage, reach: Reach) -> Capabilities:
         networks = {NetworkKind.NONE, NetworkKind.ONE_ENDPOINT}
         if self._options.allow_open_network:
             networks.add(NetworkKind.OPEN)
-        kept = not self._options.read_only
+        writable = not self._options.read_only
+        kept = writable and self._files_seen
         return Capabilities(
             networks=frozenset(networks),
             fork=ForkKind.FILESYSTEM if kept else ForkKind.NONE,
@@ -135,11 +175,12 @@ class Trial:
             limit_cpu=self._limits.cpu is not None,
             limit_memory=self._limits.memory_bytes is not None,
             limit_pids=self._limits.pids is not None,
-            limit_disk=not kept or await self._limits_disk(image),
+            limit_disk=not writable or await self._limits_disk(image),
             diff=kept,
-            root=self._options.allow_root and await self._holds_root(),
+            root=self._options.allow_root and not reach.own_kernel and await self._holds_root(),
             toolboxes=True,
             kill_tree=True,
+            own_kernel=reach.own_kernel,
         )
 
     async def _holds_root(self) -> bool:

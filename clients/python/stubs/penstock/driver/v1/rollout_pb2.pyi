@@ -449,10 +449,15 @@ class SandboxChoice(_message.Message):
     IMAGE_FIELD_NUMBER: _builtins.int
     RESOURCES_FIELD_NUMBER: _builtins.int
     SETUP_NETWORK_FIELD_NUMBER: _builtins.int
+    USER_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     """Empty = the sandbox service's default."""
     image: _builtins.str
     """Empty = the backend's default."""
+    user: _builtins.str
+    """The account that executes the agent, setup and the verifier, as SandboxSpec.user. Empty = the backend's ordinary user. One
+    that the backend or the image has not fails the rollout, with the reason CAPABILITY_MISSING or USER_UNKNOWN.
+    """
     @_builtins.property
     def resources(self) -> _sandbox_pb2.Resources: ...
     @_builtins.property
@@ -466,10 +471,11 @@ class SandboxChoice(_message.Message):
         image: _builtins.str = ...,
         resources: _sandbox_pb2.Resources | None = ...,
         setup_network: _sandbox_pb2.NetworkPolicy | None = ...,
+        user: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["resources", b"resources", "setup_network", b"setup_network"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "image", b"image", "resources", b"resources", "setup_network", b"setup_network"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "image", b"image", "resources", b"resources", "setup_network", b"setup_network", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -555,6 +561,8 @@ class RolloutSpec(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SAMPLING_OVERRIDE_FIELD_NUMBER: _builtins.int
+    RUN_BUDGETS_FIELD_NUMBER: _builtins.int
+    TOKEN_TERMS_FIELD_NUMBER: _builtins.int
     mode: _interception_pb2.Mode.ValueType
     run_id: _builtins.str
     """Groups rollouts of one training run."""
@@ -582,6 +590,14 @@ class RolloutSpec(_message.Message):
     def sampling_override(self) -> _chat_pb2.Sampling:
         """Replaces, field by field, what the agent asks for."""
 
+    @_builtins.property
+    def run_budgets(self) -> _interception_pb2.RunBudgets:
+        """Of all rollouts of the run; needs run_id. As in OpenRolloutRequest: the first rollout that gives them fixes them."""
+
+    @_builtins.property
+    def token_terms(self) -> _interception_pb2.TokenTerms:
+        """Of the token that the agent gets for the gate."""
+
     def __init__(
         self,
         *,
@@ -597,10 +613,12 @@ class RolloutSpec(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         seed: _builtins.int | None = ...,
         sampling_override: _chat_pb2.Sampling | None = ...,
+        run_budgets: _interception_pb2.RunBudgets | None = ...,
+        token_terms: _interception_pb2.TokenTerms | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "limits", b"limits", "policy", b"policy", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "limits", b"limits", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "labels", b"labels", "limits", b"limits", "mode", b"mode", "policy", b"policy", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_seed", b"_seed", "agent", b"agent", "budgets", b"budgets", "labels", b"labels", "limits", b"limits", "mode", b"mode", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "sandbox", b"sandbox", "seed", b"seed", "source", b"source", "task", b"task", "token_terms", b"token_terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
     _WhichOneofArgType__run_id: _TypeAlias = _typing.Literal["_run_id", b"_run_id"]  # noqa: Y015

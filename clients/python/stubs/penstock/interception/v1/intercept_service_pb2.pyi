@@ -184,6 +184,7 @@ class Hello(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
     RESUME_SESSION_ID_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Who this is, for people: shown in listings and logs."""
     policy_version: _builtins.int
@@ -202,6 +203,12 @@ class Hello(_message.Message):
     def view(self) -> Global___CallView:
         """What the calls shall carry beside their tokens."""
 
+    @_builtins.property
+    def held(self) -> Global___HeldCalls:
+        """With resume_session_id: the calls of that session that the trainer has. Its others are sent again, under the same lease ids:
+        their frames were lost with the stream or the service. Unset = none is sent again.
+        """
+
     def __init__(
         self,
         *,
@@ -211,10 +218,11 @@ class Hello(_message.Message):
         policy_version: _builtins.int | None = ...,
         view: Global___CallView | None = ...,
         resume_session_id: _builtins.str | None = ...,
+        held: Global___HeldCalls | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "policy_version", b"policy_version", "resume_session_id", b"resume_session_id", "selector", b"selector", "view", b"view"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "policy_version", b"policy_version", "resume_session_id", b"resume_session_id", "selector", b"selector", "view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "identity", b"identity", "policy_version", b"policy_version", "resume_session_id", b"resume_session_id", "selector", b"selector", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_resume_session_id", b"_resume_session_id", "credits", b"credits", "held", b"held", "identity", b"identity", "policy_version", b"policy_version", "resume_session_id", b"resume_session_id", "selector", b"selector", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
@@ -226,6 +234,28 @@ class Hello(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resume_session_id) -> _WhichOneofReturnType__resume_session_id | None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class HeldCalls(_message.Message):
+    """Calls that a trainer has and has not answered, or whose answer was not acknowledged."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        call_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_ids", b"call_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeldCalls: _TypeAlias = HeldCalls  # noqa: Y015
 
 @_typing.final
 class CallView(_message.Message):
@@ -696,7 +726,7 @@ class Welcome(_message.Message):
 
     @_builtins.property
     def held_call_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Calls that are still leased to the session, not sent again; any other that the trainer holds is lost to it."""
+        """Calls that are still leased to the session, not sent again (see Hello.held); any other that the trainer holds is lost to it."""
 
     def __init__(
         self,

@@ -46,6 +46,32 @@ MODE_INTERCEPTION_GATE: Mode.ValueType  # 3
 """Every call waits for the trainer, who answers it or lets the inference service answer."""
 Global___Mode: _TypeAlias = Mode  # noqa: Y015
 
+class _TokenScope:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TokenScopeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenScope.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOKEN_SCOPE_UNSPECIFIED: _TokenScope.ValueType  # 0
+    TOKEN_SCOPE_COMPLETIONS: _TokenScope.ValueType  # 1
+    """Ask for completions."""
+    TOKEN_SCOPE_READ: _TokenScope.ValueType  # 2
+    """Count tokens and read the list of models."""
+    TOKEN_SCOPE_TOOLS: _TokenScope.ValueType  # 3
+    """Use the rollout's host tools."""
+
+class TokenScope(_TokenScope, metaclass=_TokenScopeEnumTypeWrapper):
+    """What the holder of a rollout's token may do at the ingress."""
+
+TOKEN_SCOPE_UNSPECIFIED: TokenScope.ValueType  # 0
+TOKEN_SCOPE_COMPLETIONS: TokenScope.ValueType  # 1
+"""Ask for completions."""
+TOKEN_SCOPE_READ: TokenScope.ValueType  # 2
+"""Count tokens and read the list of models."""
+TOKEN_SCOPE_TOOLS: TokenScope.ValueType  # 3
+"""Use the rollout's host tools."""
+Global___TokenScope: _TypeAlias = TokenScope  # noqa: Y015
+
 @_typing.final
 class ModelSource(_message.Message):
     """Who answers where the trainer does not, and whose tokenizer makes the prompts."""
@@ -188,8 +214,9 @@ Global___Upstream: _TypeAlias = Upstream  # noqa: Y015
 
 @_typing.final
 class Budgets(_message.Message):
-    """Limits of one rollout at the gate. Unset = the operator's default. Reaching one never cuts a call that was admitted; the
-    next is refused in the agent's dialect and the rollout is marked BUDGET_EXHAUSTED (R35, R88).
+    """Limits of one rollout at the gate. Unset = unlimited, call_timeout and max_tool_calls apart. Reaching one never cuts a call that was
+    admitted: the next is refused in the agent's dialect as final, and the rollout is marked EXHAUSTED (R35, R88). Tokens count when
+    their call is answered, so calls that are under way at once may together pass a budget of tokens by what they sample.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -201,6 +228,10 @@ class Budgets(_message.Message):
     CALL_TIMEOUT_FIELD_NUMBER: _builtins.int
     WALL_TIME_FIELD_NUMBER: _builtins.int
     MAX_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_REQUEST_BYTES_PER_CALL_FIELD_NUMBER: _builtins.int
+    CALL_RATE_FIELD_NUMBER: _builtins.int
     max_calls: _builtins.int
     """Calls of all classes."""
     max_completion_tokens: _builtins.int
@@ -211,6 +242,12 @@ class Budgets(_message.Message):
     """Sampled tokens of one call: a call that asks for more gets this."""
     max_tool_calls: _builtins.int
     """Calls of host tools. Reaching it refuses further ones in words for the agent; model calls go on, and the rollout is not marked."""
+    max_prompt_tokens: _builtins.int
+    """Prompt tokens of all calls, as an engine would bill them."""
+    max_request_bytes: _builtins.int
+    """Bytes of the request bodies of all calls. A call whose body would pass it is refused."""
+    max_request_bytes_per_call: _builtins.int
+    """Bytes of one request body. A larger one is refused (413); the rollout goes on."""
     @_builtins.property
     def call_timeout(self) -> _duration_pb2.Duration:
         """How long one call may wait for its answer. Default 1 h."""
@@ -218,6 +255,10 @@ class Budgets(_message.Message):
     @_builtins.property
     def wall_time(self) -> _duration_pb2.Duration:
         """From OpenRollout on."""
+
+    @_builtins.property
+    def call_rate(self) -> Global___CallRate:
+        """How fast calls may come. One that comes too soon is refused with a delay after which SDKs ask again (429); the rollout goes on."""
 
     def __init__(
         self,
@@ -229,15 +270,25 @@ class Budgets(_message.Message):
         call_timeout: _duration_pb2.Duration | None = ...,
         wall_time: _duration_pb2.Duration | None = ...,
         max_tool_calls: _builtins.int | None = ...,
+        max_prompt_tokens: _builtins.int | None = ...,
+        max_request_bytes: _builtins.int | None = ...,
+        max_request_bytes_per_call: _builtins.int | None = ...,
+        call_rate: Global___CallRate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_completion_tokens", b"_max_completion_tokens", "_max_tokens_per_call", b"_max_tokens_per_call", "_max_tool_calls", b"_max_tool_calls", "_max_total_tokens", b"_max_total_tokens", "call_timeout", b"call_timeout", "max_calls", b"max_calls", "max_completion_tokens", b"max_completion_tokens", "max_tokens_per_call", b"max_tokens_per_call", "max_tool_calls", b"max_tool_calls", "max_total_tokens", b"max_total_tokens", "wall_time", b"wall_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_completion_tokens", b"_max_completion_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_request_bytes", b"_max_request_bytes", "_max_request_bytes_per_call", b"_max_request_bytes_per_call", "_max_tokens_per_call", b"_max_tokens_per_call", "_max_tool_calls", b"_max_tool_calls", "_max_total_tokens", b"_max_total_tokens", "call_rate", b"call_rate", "call_timeout", b"call_timeout", "max_calls", b"max_calls", "max_completion_tokens", b"max_completion_tokens", "max_prompt_tokens", b"max_prompt_tokens", "max_request_bytes", b"max_request_bytes", "max_request_bytes_per_call", b"max_request_bytes_per_call", "max_tokens_per_call", b"max_tokens_per_call", "max_tool_calls", b"max_tool_calls", "max_total_tokens", b"max_total_tokens", "wall_time", b"wall_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_completion_tokens", b"_max_completion_tokens", "_max_tokens_per_call", b"_max_tokens_per_call", "_max_tool_calls", b"_max_tool_calls", "_max_total_tokens", b"_max_total_tokens", "call_timeout", b"call_timeout", "max_calls", b"max_calls", "max_completion_tokens", b"max_completion_tokens", "max_tokens_per_call", b"max_tokens_per_call", "max_tool_calls", b"max_tool_calls", "max_total_tokens", b"max_total_tokens", "wall_time", b"wall_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_completion_tokens", b"_max_completion_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_request_bytes", b"_max_request_bytes", "_max_request_bytes_per_call", b"_max_request_bytes_per_call", "_max_tokens_per_call", b"_max_tokens_per_call", "_max_tool_calls", b"_max_tool_calls", "_max_total_tokens", b"_max_total_tokens", "call_rate", b"call_rate", "call_timeout", b"call_timeout", "max_calls", b"max_calls", "max_completion_tokens", b"max_completion_tokens", "max_prompt_tokens", b"max_prompt_tokens", "max_request_bytes", b"max_request_bytes", "max_request_bytes_per_call", b"max_request_bytes_per_call", "max_tokens_per_call", b"max_tokens_per_call", "max_tool_calls", b"max_tool_calls", "max_total_tokens", b"max_total_tokens", "wall_time", b"wall_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_calls: _TypeAlias = _typing.Literal["max_calls"]  # noqa: Y015
     _WhichOneofArgType__max_calls: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls"]  # noqa: Y015
     _WhichOneofReturnType__max_completion_tokens: _TypeAlias = _typing.Literal["max_completion_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_completion_tokens: _TypeAlias = _typing.Literal["_max_completion_tokens", b"_max_completion_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_prompt_tokens: _TypeAlias = _typing.Literal["max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_request_bytes: _TypeAlias = _typing.Literal["max_request_bytes"]  # noqa: Y015
+    _WhichOneofArgType__max_request_bytes: _TypeAlias = _typing.Literal["_max_request_bytes", b"_max_request_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__max_request_bytes_per_call: _TypeAlias = _typing.Literal["max_request_bytes_per_call"]  # noqa: Y015
+    _WhichOneofArgType__max_request_bytes_per_call: _TypeAlias = _typing.Literal["_max_request_bytes_per_call", b"_max_request_bytes_per_call"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens_per_call: _TypeAlias = _typing.Literal["max_tokens_per_call"]  # noqa: Y015
     _WhichOneofArgType__max_tokens_per_call: _TypeAlias = _typing.Literal["_max_tokens_per_call", b"_max_tokens_per_call"]  # noqa: Y015
     _WhichOneofReturnType__max_tool_calls: _TypeAlias = _typing.Literal["max_tool_calls"]  # noqa: Y015
@@ -249,6 +300,12 @@ class Budgets(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_completion_tokens) -> _WhichOneofReturnType__max_completion_tokens | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompt_tokens) -> _WhichOneofReturnType__max_prompt_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_request_bytes) -> _WhichOneofReturnType__max_request_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_request_bytes_per_call) -> _WhichOneofReturnType__max_request_bytes_per_call | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens_per_call) -> _WhichOneofReturnType__max_tokens_per_call | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tool_calls) -> _WhichOneofReturnType__max_tool_calls | None: ...
@@ -256,6 +313,136 @@ class Budgets(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_total_tokens) -> _WhichOneofReturnType__max_total_tokens | None: ...
 
 Global___Budgets: _TypeAlias = Budgets  # noqa: Y015
+
+@_typing.final
+class RunBudgets(_message.Message):
+    """Limits of all rollouts of one run together, in the same units and with the same effect as in Budgets. Used up, they refuse the next
+    call of each of the run's rollouts, and every further OpenRollout of it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_CALLS_FIELD_NUMBER: _builtins.int
+    MAX_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOTAL_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _builtins.int
+    WALL_TIME_FIELD_NUMBER: _builtins.int
+    CALL_RATE_FIELD_NUMBER: _builtins.int
+    max_calls: _builtins.int
+    max_prompt_tokens: _builtins.int
+    max_completion_tokens: _builtins.int
+    max_total_tokens: _builtins.int
+    max_request_bytes: _builtins.int
+    @_builtins.property
+    def wall_time(self) -> _duration_pb2.Duration:
+        """From the OpenRollout on that gave these budgets, pauses included."""
+
+    @_builtins.property
+    def call_rate(self) -> Global___CallRate: ...
+    def __init__(
+        self,
+        *,
+        max_calls: _builtins.int | None = ...,
+        max_prompt_tokens: _builtins.int | None = ...,
+        max_completion_tokens: _builtins.int | None = ...,
+        max_total_tokens: _builtins.int | None = ...,
+        max_request_bytes: _builtins.int | None = ...,
+        wall_time: _duration_pb2.Duration | None = ...,
+        call_rate: Global___CallRate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_completion_tokens", b"_max_completion_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_request_bytes", b"_max_request_bytes", "_max_total_tokens", b"_max_total_tokens", "call_rate", b"call_rate", "max_calls", b"max_calls", "max_completion_tokens", b"max_completion_tokens", "max_prompt_tokens", b"max_prompt_tokens", "max_request_bytes", b"max_request_bytes", "max_total_tokens", b"max_total_tokens", "wall_time", b"wall_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls", "_max_completion_tokens", b"_max_completion_tokens", "_max_prompt_tokens", b"_max_prompt_tokens", "_max_request_bytes", b"_max_request_bytes", "_max_total_tokens", b"_max_total_tokens", "call_rate", b"call_rate", "max_calls", b"max_calls", "max_completion_tokens", b"max_completion_tokens", "max_prompt_tokens", b"max_prompt_tokens", "max_request_bytes", b"max_request_bytes", "max_total_tokens", b"max_total_tokens", "wall_time", b"wall_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_calls: _TypeAlias = _typing.Literal["max_calls"]  # noqa: Y015
+    _WhichOneofArgType__max_calls: _TypeAlias = _typing.Literal["_max_calls", b"_max_calls"]  # noqa: Y015
+    _WhichOneofReturnType__max_completion_tokens: _TypeAlias = _typing.Literal["max_completion_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_completion_tokens: _TypeAlias = _typing.Literal["_max_completion_tokens", b"_max_completion_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_prompt_tokens: _TypeAlias = _typing.Literal["max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_prompt_tokens: _TypeAlias = _typing.Literal["_max_prompt_tokens", b"_max_prompt_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__max_request_bytes: _TypeAlias = _typing.Literal["max_request_bytes"]  # noqa: Y015
+    _WhichOneofArgType__max_request_bytes: _TypeAlias = _typing.Literal["_max_request_bytes", b"_max_request_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__max_total_tokens: _TypeAlias = _typing.Literal["max_total_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_total_tokens: _TypeAlias = _typing.Literal["_max_total_tokens", b"_max_total_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_calls) -> _WhichOneofReturnType__max_calls | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_completion_tokens) -> _WhichOneofReturnType__max_completion_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_prompt_tokens) -> _WhichOneofReturnType__max_prompt_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_request_bytes) -> _WhichOneofReturnType__max_request_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_total_tokens) -> _WhichOneofReturnType__max_total_tokens | None: ...
+
+Global___RunBudgets: _TypeAlias = RunBudgets  # noqa: Y015
+
+@_typing.final
+class CallRate(_message.Message):
+    """A token bucket: it holds `burst` calls when it is full, and `calls` flow in evenly in each `period`. Requests that count tokens take
+    from it too. A restart fills it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    PERIOD_FIELD_NUMBER: _builtins.int
+    BURST_FIELD_NUMBER: _builtins.int
+    calls: _builtins.int
+    """At least 1."""
+    burst: _builtins.int
+    """How many may come at once. Unset = calls; at least 1."""
+    @_builtins.property
+    def period(self) -> _duration_pb2.Duration:
+        """Unset = 1 s; at most 1 day."""
+
+    def __init__(
+        self,
+        *,
+        calls: _builtins.int = ...,
+        period: _duration_pb2.Duration | None = ...,
+        burst: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_burst", b"_burst", "burst", b"burst", "period", b"period"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_burst", b"_burst", "burst", b"burst", "calls", b"calls", "period", b"period"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__burst: _TypeAlias = _typing.Literal["burst"]  # noqa: Y015
+    _WhichOneofArgType__burst: _TypeAlias = _typing.Literal["_burst", b"_burst"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__burst) -> _WhichOneofReturnType__burst | None: ...
+
+Global___CallRate: _TypeAlias = CallRate  # noqa: Y015
+
+@_typing.final
+class TokenTerms(_message.Message):
+    """What a token is good for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCOPES_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedScalarFieldContainer[Global___TokenScope.ValueType]:
+        """Empty = everything."""
+
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """From when it is made; a second to 1 year. Unset = until the rollout is closed."""
+
+    def __init__(
+        self,
+        *,
+        scopes: _abc.Iterable[Global___TokenScope.ValueType] | None = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["scopes", b"scopes", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenTerms: _TypeAlias = TokenTerms  # noqa: Y015
 
 @_typing.final
 class PolicyVersionConstraint(_message.Message):

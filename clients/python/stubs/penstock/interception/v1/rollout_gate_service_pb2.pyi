@@ -78,6 +78,7 @@ class CheckSourceRequest(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    RUN_BUDGETS_FIELD_NUMBER: _builtins.int
     mode: _interception_pb2.Mode.ValueType
     rollout_id: _builtins.str
     """Of the rollout that would be opened, for CheckSourceResponse.host_tools."""
@@ -89,6 +90,10 @@ class CheckSourceRequest(_message.Message):
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def run_budgets(self) -> _interception_pb2.RunBudgets:
+        """Of its run, to be held against those that the run has."""
+
     def __init__(
         self,
         *,
@@ -98,10 +103,11 @@ class CheckSourceRequest(_message.Message):
         group_id: _builtins.str | None = ...,
         run_id: _builtins.str | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        run_budgets: _interception_pb2.RunBudgets | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "rollout_id", b"rollout_id", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -183,6 +189,8 @@ class OpenRolloutRequest(_message.Message):
     TASK_ID_FIELD_NUMBER: _builtins.int
     GROUP_INDEX_FIELD_NUMBER: _builtins.int
     SAMPLING_OVERRIDE_FIELD_NUMBER: _builtins.int
+    RUN_BUDGETS_FIELD_NUMBER: _builtins.int
+    TOKEN_TERMS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     rollout_id: _builtins.str
     """Client-chosen identifier, never used before."""
@@ -214,6 +222,17 @@ class OpenRolloutRequest(_message.Message):
     def sampling_override(self) -> _chat_pb2.Sampling:
         """Replaces, field by field, what the agent asks for; recorded as a normalisation."""
 
+    @_builtins.property
+    def run_budgets(self) -> _interception_pb2.RunBudgets:
+        """Budgets of the whole run; needs run_id. The first rollout that gives them fixes them, others may leave them out. They bind all
+        rollouts of the run, open ones included, and survive a restart; they are forgotten the operator's retention after the run's last
+        rollout was deleted.
+        """
+
+    @_builtins.property
+    def token_terms(self) -> _interception_pb2.TokenTerms:
+        """Of the token in the answer."""
+
     def __init__(
         self,
         *,
@@ -232,10 +251,12 @@ class OpenRolloutRequest(_message.Message):
         task_id: _builtins.str | None = ...,
         group_index: _builtins.int | None = ...,
         sampling_override: _chat_pb2.Sampling | None = ...,
+        run_budgets: _interception_pb2.RunBudgets | None = ...,
+        token_terms: _interception_pb2.TokenTerms | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "budgets", b"budgets", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "policy", b"policy", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "budgets", b"budgets", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "policy", b"policy", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "budgets", b"budgets", "dialects", b"dialects", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_run_id", b"_run_id", "_sampling_override", b"_sampling_override", "_task_id", b"_task_id", "budgets", b"budgets", "dialects", b"dialects", "group_id", b"group_id", "group_index", b"group_index", "hints", b"hints", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "policy", b"policy", "request_id", b"request_id", "rollout_id", b"rollout_id", "run_budgets", b"run_budgets", "run_id", b"run_id", "sampling_override", b"sampling_override", "source", b"source", "task_id", b"task_id", "token_terms", b"token_terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -302,8 +323,8 @@ class OpenRolloutResponse(_message.Message):
     ONE_ENDPOINT.
     """
     token: _builtins.str
-    """The rollout's only credential: lets its holder ask for completions and call host tools in this rollout, nothing else. Sent as
-    bearer token, x-api-key or x-goog-api-key.
+    """The rollout's credential: lets its holder ask for completions and call host tools in this rollout, nothing else. Sent as
+    bearer token, x-api-key or x-goog-api-key. IssueToken makes others.
     """
     mcp_path: _builtins.str
     """Where they are, behind "http://host:port": an MCP server (streamable HTTP), for example /rollout/ID/mcp."""
@@ -371,6 +392,7 @@ class GateRollout(_message.Message):
     TOTALS_FIELD_NUMBER: _builtins.int
     EXHAUSTED_BUDGET_FIELD_NUMBER: _builtins.int
     PAUSED_TIME_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     group_id: _builtins.str
     run_id: _builtins.str
@@ -378,7 +400,7 @@ class GateRollout(_message.Message):
     state: Global___GateRolloutState.ValueType
     model_name: _builtins.str
     exhausted_budget: _builtins.str
-    """Name of the budget that is used up, for example "max_calls"; empty = none."""
+    """Name of the budget that is used up, for example "max_calls", or "run.max_calls" where it is the run's; empty = none."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -390,6 +412,10 @@ class GateRollout(_message.Message):
     @_builtins.property
     def paused_time(self) -> _duration_pb2.Duration:
         """How long its calls were held by PauseCalls."""
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutToken]:
+        """Oldest first, void ones included; empty once it is closed."""
 
     def __init__(
         self,
@@ -406,10 +432,11 @@ class GateRollout(_message.Message):
         totals: Global___CallTotals | None = ...,
         exhausted_budget: _builtins.str = ...,
         paused_time: _duration_pb2.Duration | None = ...,
+        tokens: _abc.Iterable[Global___RolloutToken] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "group_id", b"group_id", "paused_time", b"paused_time", "run_id", b"run_id", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "paused_time", b"paused_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "totals", b"totals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_run_id", b"_run_id", "close_time", b"close_time", "create_time", b"create_time", "exhausted_budget", b"exhausted_budget", "group_id", b"group_id", "labels", b"labels", "mode", b"mode", "model_name", b"model_name", "paused_time", b"paused_time", "rollout_id", b"rollout_id", "run_id", b"run_id", "state", b"state", "tokens", b"tokens", "totals", b"totals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
@@ -421,6 +448,50 @@ class GateRollout(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__run_id) -> _WhichOneofReturnType__run_id | None: ...
 
 Global___GateRollout: _TypeAlias = GateRollout  # noqa: Y015
+
+@_typing.final
+class RolloutToken(_message.Message):
+    """A token of a rollout, as those may see it who do not hold it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    SCOPES_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    REVOKE_TIME_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.str
+    """Names it; is no credential."""
+    @_builtins.property
+    def scopes(self) -> _containers.RepeatedScalarFieldContainer[_interception_pb2.TokenScope.ValueType]:
+        """Never empty."""
+
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """Unset = none."""
+
+    @_builtins.property
+    def revoke_time(self) -> _timestamp_pb2.Timestamp:
+        """From then on it is void, by RevokeTokens or because it was replaced; unset = it was not revoked."""
+
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.str = ...,
+        scopes: _abc.Iterable[_interception_pb2.TokenScope.ValueType] | None = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        revoke_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "revoke_time", b"revoke_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "revoke_time", b"revoke_time", "scopes", b"scopes", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RolloutToken: _TypeAlias = RolloutToken  # noqa: Y015
 
 @_typing.final
 class CallTotals(_message.Message):
@@ -438,6 +509,8 @@ class CallTotals(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_FAILURE_REASON_FIELD_NUMBER: _builtins.int
     LAST_FAILURE_RETRIABLE_FIELD_NUMBER: _builtins.int
+    REQUEST_BYTES_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     calls: _builtins.int
     open: _builtins.int
     delivered: _builtins.int
@@ -449,6 +522,10 @@ class CallTotals(_message.Message):
     last_failure_reason: _builtins.str
     """Of the call that FAILED last: its stable reason, for example CONTEXT_EXCEEDED, and whether asking again may help."""
     last_failure_retriable: _builtins.bool
+    request_bytes: _builtins.int
+    """Bytes of the request bodies."""
+    refused: _builtins.int
+    """Requests that were refused because a budget was used up; they are no calls."""
     def __init__(
         self,
         *,
@@ -462,10 +539,12 @@ class CallTotals(_message.Message):
         completion_tokens: _builtins.int = ...,
         last_failure_reason: _builtins.str = ...,
         last_failure_retriable: _builtins.bool = ...,
+        request_bytes: _builtins.int = ...,
+        refused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "failed", b"failed", "last_failure_reason", b"last_failure_reason", "last_failure_retriable", b"last_failure_retriable", "open", b"open", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "cancelled", b"cancelled", "completion_tokens", b"completion_tokens", "delivered", b"delivered", "expired", b"expired", "failed", b"failed", "last_failure_reason", b"last_failure_reason", "last_failure_retriable", b"last_failure_retriable", "open", b"open", "prompt_tokens", b"prompt_tokens", "refused", b"refused", "request_bytes", b"request_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -555,6 +634,122 @@ class DeleteRolloutResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteRolloutResponse: _TypeAlias = DeleteRolloutResponse  # noqa: Y015
+
+@_typing.final
+class IssueTokenRequest(_message.Message):
+    """See IssueToken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
+    RETIRE_OTHERS_AFTER_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    rollout_id: _builtins.str
+    @_builtins.property
+    def terms(self) -> _interception_pb2.TokenTerms: ...
+    @_builtins.property
+    def retire_others_after(self) -> _duration_pb2.Duration:
+        """All others of the rollout are void this long after; 0 s = at once. Unset = they stay."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        rollout_id: _builtins.str = ...,
+        terms: _interception_pb2.TokenTerms | None = ...,
+        retire_others_after: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retire_others_after", b"retire_others_after", "terms", b"terms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "retire_others_after", b"retire_others_after", "rollout_id", b"rollout_id", "terms", b"terms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IssueTokenRequest: _TypeAlias = IssueTokenRequest  # noqa: Y015
+
+@_typing.final
+class IssueTokenResponse(_message.Message):
+    """See IssueToken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    INFO_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    @_builtins.property
+    def info(self) -> Global___RolloutToken: ...
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+        info: Global___RolloutToken | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IssueTokenResponse: _TypeAlias = IssueTokenResponse  # noqa: Y015
+
+@_typing.final
+class RevokeTokensRequest(_message.Message):
+    """See RevokeTokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    GRACE_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Empty = all."""
+
+    @_builtins.property
+    def grace(self) -> _duration_pb2.Duration:
+        """Until when they are still good; unset = not at all."""
+
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.str] | None = ...,
+        grace: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grace", b"grace", "rollout_id", b"rollout_id", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeTokensRequest: _TypeAlias = RevokeTokensRequest  # noqa: Y015
+
+@_typing.final
+class RevokeTokensResponse(_message.Message):
+    """See RevokeTokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___RolloutToken]:
+        """All tokens of the rollout."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[Global___RolloutToken] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RevokeTokensResponse: _TypeAlias = RevokeTokensResponse  # noqa: Y015
 
 @_typing.final
 class GetRolloutRequest(_message.Message):

@@ -58,6 +58,16 @@ class RolloutGateServiceStub(object):
                 request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.DeleteRolloutRequest.SerializeToString,
                 response_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.DeleteRolloutResponse.FromString,
                 _registered_method=True)
+        self.IssueToken = channel.unary_unary(
+                '/penstock.interception.v1.RolloutGateService/IssueToken',
+                request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.IssueTokenRequest.SerializeToString,
+                response_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.IssueTokenResponse.FromString,
+                _registered_method=True)
+        self.RevokeTokens = channel.unary_unary(
+                '/penstock.interception.v1.RolloutGateService/RevokeTokens',
+                request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.RevokeTokensRequest.SerializeToString,
+                response_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.RevokeTokensResponse.FromString,
+                _registered_method=True)
         self.GetRollout = channel.unary_unary(
                 '/penstock.interception.v1.RolloutGateService/GetRollout',
                 request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.GetRolloutRequest.SerializeToString,
@@ -91,7 +101,8 @@ class RolloutGateServiceServicer(object):
         """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
         order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
         Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
-        UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED).
+        UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED,
+        RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,8 +113,8 @@ class RolloutGateServiceServicer(object):
         is down is an error here and not in an agent's log (R27).
 
         Idempotent by request_id; the token is the same in a repeated answer.
-        Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
-        with RetryInfo).
+        Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION (RUN_BUDGETS_DIFFER, with
+        field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, for good: the run's).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,6 +131,25 @@ class RolloutGateServiceServicer(object):
 
     def DeleteRollout(self, request, context):
         """Removes a rollout and its capture; closes it first when it is open. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def IssueToken(self, request, context):
+        """Makes another token for an open rollout: beside those that it has, or in their place (retire_others_after), for a narrower purpose
+        or because one may have leaked. Idempotent by request_id; the token is the same in a repeated answer, which retires nothing again.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED), ALREADY_EXISTS (REQUEST_ID_REUSED),
+        RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 in its life).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RevokeTokens(self, request, context):
+        """Makes tokens of a rollout void; it goes on, and may be given others. Calls that were admitted go on too. Idempotent: a token
+        dies at the earliest time that it was ever told.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, TOKEN_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +208,16 @@ def add_RolloutGateServiceServicer_to_server(servicer, server):
                     servicer.DeleteRollout,
                     request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.DeleteRolloutRequest.FromString,
                     response_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.DeleteRolloutResponse.SerializeToString,
+            ),
+            'IssueToken': grpc.unary_unary_rpc_method_handler(
+                    servicer.IssueToken,
+                    request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.IssueTokenRequest.FromString,
+                    response_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.IssueTokenResponse.SerializeToString,
+            ),
+            'RevokeTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeTokens,
+                    request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.RevokeTokensRequest.FromString,
+                    response_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.RevokeTokensResponse.SerializeToString,
             ),
             'GetRollout': grpc.unary_unary_rpc_method_handler(
                     servicer.GetRollout,
@@ -312,6 +352,60 @@ class RolloutGateService(object):
             '/penstock.interception.v1.RolloutGateService/DeleteRollout',
             penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.DeleteRolloutRequest.SerializeToString,
             penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.DeleteRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def IssueToken(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.interception.v1.RolloutGateService/IssueToken',
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.IssueTokenRequest.SerializeToString,
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.IssueTokenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RevokeTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.interception.v1.RolloutGateService/RevokeTokens',
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.RevokeTokensRequest.SerializeToString,
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.RevokeTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,15 +41,16 @@ class RolloutGateServiceStub:
     """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
     order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
     Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
-    UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED).
+    UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED,
+    RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
     """
     OpenRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.OpenRolloutRequest, _rollout_gate_service_pb2.OpenRolloutResponse]
     """Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
     is down is an error here and not in an agent's log (R27).
 
     Idempotent by request_id; the token is the same in a repeated answer.
-    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
-    with RetryInfo).
+    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION (RUN_BUDGETS_DIFFER, with
+    field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, for good: the run's).
     """
     CloseRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CloseRolloutRequest, _rollout_gate_service_pb2.CloseRolloutResponse]
     """Closes a rollout: its token is void, its open calls are CANCELLED, those who watch or hold its calls are told. The
@@ -58,6 +59,17 @@ class RolloutGateServiceStub:
     """
     DeleteRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.DeleteRolloutRequest, _rollout_gate_service_pb2.DeleteRolloutResponse]
     """Removes a rollout and its capture; closes it first when it is open. Idempotent."""
+    IssueToken: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.IssueTokenRequest, _rollout_gate_service_pb2.IssueTokenResponse]
+    """Makes another token for an open rollout: beside those that it has, or in their place (retire_others_after), for a narrower purpose
+    or because one may have leaked. Idempotent by request_id; the token is the same in a repeated answer, which retires nothing again.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED), ALREADY_EXISTS (REQUEST_ID_REUSED),
+    RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 in its life).
+    """
+    RevokeTokens: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.RevokeTokensRequest, _rollout_gate_service_pb2.RevokeTokensResponse]
+    """Makes tokens of a rollout void; it goes on, and may be given others. Calls that were admitted go on too. Idempotent: a token
+    dies at the earliest time that it was ever told.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, TOKEN_UNKNOWN).
+    """
     GetRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.GetRolloutRequest, _rollout_gate_service_pb2.GetRolloutResponse]
     """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.ListRolloutsRequest, _rollout_gate_service_pb2.ListRolloutsResponse]
@@ -85,15 +97,16 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
     order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
     Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
-    UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED).
+    UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED,
+    RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
     """
     OpenRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.OpenRolloutRequest, _rollout_gate_service_pb2.OpenRolloutResponse]  # type: ignore[assignment]
     """Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
     is down is an error here and not in an agent's log (R27).
 
     Idempotent by request_id; the token is the same in a repeated answer.
-    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
-    with RetryInfo).
+    Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION (RUN_BUDGETS_DIFFER, with
+    field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, for good: the run's).
     """
     CloseRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.CloseRolloutRequest, _rollout_gate_service_pb2.CloseRolloutResponse]  # type: ignore[assignment]
     """Closes a rollout: its token is void, its open calls are CANCELLED, those who watch or hold its calls are told. The
@@ -102,6 +115,17 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     """
     DeleteRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.DeleteRolloutRequest, _rollout_gate_service_pb2.DeleteRolloutResponse]  # type: ignore[assignment]
     """Removes a rollout and its capture; closes it first when it is open. Idempotent."""
+    IssueToken: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.IssueTokenRequest, _rollout_gate_service_pb2.IssueTokenResponse]  # type: ignore[assignment]
+    """Makes another token for an open rollout: beside those that it has, or in their place (retire_others_after), for a narrower purpose
+    or because one may have leaked. Idempotent by request_id; the token is the same in a repeated answer, which retires nothing again.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED), ALREADY_EXISTS (REQUEST_ID_REUSED),
+    RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 in its life).
+    """
+    RevokeTokens: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.RevokeTokensRequest, _rollout_gate_service_pb2.RevokeTokensResponse]  # type: ignore[assignment]
+    """Makes tokens of a rollout void; it goes on, and may be given others. Calls that were admitted go on too. Idempotent: a token
+    dies at the earliest time that it was ever told.
+    Errors: NOT_FOUND (ROLLOUT_UNKNOWN, TOKEN_UNKNOWN).
+    """
     GetRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.GetRolloutRequest, _rollout_gate_service_pb2.GetRolloutResponse]  # type: ignore[assignment]
     """Errors: NOT_FOUND (ROLLOUT_UNKNOWN)."""
     ListRollouts: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.ListRolloutsRequest, _rollout_gate_service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
@@ -132,7 +156,8 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
         order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
         Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
-        UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED).
+        UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED,
+        RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
         """
 
     @_abc_1.abstractmethod
@@ -145,8 +170,8 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         is down is an error here and not in an agent's log (R27).
 
         Idempotent by request_id; the token is the same in a repeated answer.
-        Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, RESOURCE_EXHAUSTED (ROLLOUT_LIMIT,
-        with RetryInfo).
+        Errors: ALREADY_EXISTS (ROLLOUT_EXISTS; REQUEST_ID_REUSED), those of CheckSource, FAILED_PRECONDITION (RUN_BUDGETS_DIFFER, with
+        field violations), RESOURCE_EXHAUSTED (ROLLOUT_LIMIT, with RetryInfo; BUDGET_EXHAUSTED, for good: the run's).
         """
 
     @_abc_1.abstractmethod
@@ -167,6 +192,29 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_gate_service_pb2.DeleteRolloutResponse, _abc.Awaitable[_rollout_gate_service_pb2.DeleteRolloutResponse]]:
         """Removes a rollout and its capture; closes it first when it is open. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def IssueToken(
+        self,
+        request: _rollout_gate_service_pb2.IssueTokenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_gate_service_pb2.IssueTokenResponse, _abc.Awaitable[_rollout_gate_service_pb2.IssueTokenResponse]]:
+        """Makes another token for an open rollout: beside those that it has, or in their place (retire_others_after), for a narrower purpose
+        or because one may have leaked. Idempotent by request_id; the token is the same in a repeated answer, which retires nothing again.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (ROLLOUT_CLOSED), ALREADY_EXISTS (REQUEST_ID_REUSED),
+        RESOURCE_EXHAUSTED (TOKEN_LIMIT: a rollout has at most 256 in its life).
+        """
+
+    @_abc_1.abstractmethod
+    def RevokeTokens(
+        self,
+        request: _rollout_gate_service_pb2.RevokeTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_gate_service_pb2.RevokeTokensResponse, _abc.Awaitable[_rollout_gate_service_pb2.RevokeTokensResponse]]:
+        """Makes tokens of a rollout void; it goes on, and may be given others. Calls that were admitted go on too. Idempotent: a token
+        dies at the earliest time that it was ever told.
+        Errors: NOT_FOUND (ROLLOUT_UNKNOWN, TOKEN_UNKNOWN).
+        """
 
     @_abc_1.abstractmethod
     def GetRollout(

@@ -379,10 +379,15 @@ class SandboxSpec(_message.Message):
     USER_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    OWN_KERNEL_FIELD_NUMBER: _builtins.int
     backend: _builtins.str
     """Backend name; empty = the operator's default."""
     user: _builtins.str
     """The account that executes. Empty = the backend's ordinary user."""
+    own_kernel: _builtins.bool
+    """Only with a kernel of its own (Capabilities.own_kernel): a backend that has none refuses (CAPABILITY_MISSING). Unset = as the
+    backend has it.
+    """
     @_builtins.property
     def base(self) -> Global___Base:
         """Unset = the backend's default image."""
@@ -425,10 +430,11 @@ class SandboxSpec(_message.Message):
         user: _builtins.str = ...,
         lease: _duration_pb2.Duration | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        own_kernel: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "lease", b"lease", "network", b"network", "resources", b"resources"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "base", b"base", "env", b"env", "labels", b"labels", "lease", b"lease", "network", b"network", "resources", b"resources", "toolbox_ids", b"toolbox_ids", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "base", b"base", "env", b"env", "labels", b"labels", "lease", b"lease", "network", b"network", "own_kernel", b"own_kernel", "resources", b"resources", "toolbox_ids", b"toolbox_ids", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -537,6 +543,7 @@ class Capabilities(_message.Message):
     KILL_TREE_FIELD_NUMBER: _builtins.int
     LIVE_FORK_FIELD_NUMBER: _builtins.int
     OPEN_EGRESS_FIELD_NUMBER: _builtins.int
+    OWN_KERNEL_FIELD_NUMBER: _builtins.int
     fork: Global___ForkKind.ValueType
     pty: _builtins.bool
     stdin_stream: _builtins.bool
@@ -556,6 +563,10 @@ class Capabilities(_message.Message):
     open_egress: _builtins.bool
     """Whether sandboxes of every network kind reach the internet as well: the provider cannot close it and the operator has
     accepted that. ONE_ENDPOINT then says what is reached inside, not that nothing else is.
+    """
+    own_kernel: _builtins.bool
+    """Whether what runs inside calls a kernel of the sandbox's own instead of the one that the backend's machine and other sandboxes
+    run on (gVisor, a virtual machine), as this service has seen for itself. False where it cannot tell.
     """
     @_builtins.property
     def networks(self) -> _containers.RepeatedScalarFieldContainer[Global___NetworkKind.ValueType]: ...
@@ -577,10 +588,11 @@ class Capabilities(_message.Message):
         kill_tree: _builtins.bool = ...,
         live_fork: _builtins.bool = ...,
         open_egress: _builtins.bool = ...,
+        own_kernel: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "pause", b"pause", "pty", b"pty", "root", b"root", "stdin_stream", b"stdin_stream", "toolboxes", b"toolboxes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "own_kernel", b"own_kernel", "pause", b"pause", "pty", b"pty", "root", b"root", "stdin_stream", b"stdin_stream", "toolboxes", b"toolboxes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -431,7 +431,9 @@ class HostToolCall(_message.Message):
     """SHA-256 and length of it in bytes; empty and 0 without a result."""
     result_bytes: _builtins.int
     end_reason: _builtins.str
-    """Why it FAILED, EXPIRED or was CANCELLED; a stable UPPER_SNAKE reason."""
+    """Why it FAILED, EXPIRED or was CANCELLED, or ARGUMENTS_INVALID where the gate answered with an error and asked nobody, since the
+    arguments do not fit the tool's schema; a stable UPPER_SNAKE reason.
+    """
     @_builtins.property
     def receive_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -520,7 +522,7 @@ class TurnSpan(_message.Message):
     end: _builtins.int
     untrained_reason: _builtins.str
     """Why its tokens are masked 0; empty when they are masked 1. SHARED: another sample of the rollout trains them. TRUNCATED: a
-    limit cut it. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and the name of a class that is not trained.
+    limit cut it. BUDGET: what was left of a budget of the rollout or its run did. INJECTED, NO_LOGPROBS, PARTIAL, UNUSABLE, or CLASS_ and the name of a class that is not trained.
     """
     def __init__(
         self,

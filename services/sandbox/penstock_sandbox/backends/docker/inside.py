@@ -1,0 +1,179 @@
+"""The third way into a sandbox: its own first process starts the attendant, inside.
+
+Purpose: runtimes with a kernel of their own (gVisor, virtual machines) keep a container's processes where neither this
+service nor another container can enter. So the attendant is there from the start: the container's first process forks
+it as root of the sandbox, and becomes what it is in every sandbox. What it runs on, a Python of the operator's, is
+mounted beside it; nothing of the image is run and nothing needed in it.
+
+Invariants
+- Only for kernels that are not the machine's: the trial (``look``) asks. The attendant is another user than the
+  workload, which can neither signal nor trace it, nor write what it consists of; it has four capabilities, and the
+  workload none. On the machine's own kernel nothing of ours should live in a sandbox, so there this way is refused.
+- Such a kernel holds no control groups: processes are limited by their user's limit, which only the workload has;
+  memory by what the operator grants the whole sandbox, which is lost when it takes more.
+- What was written is where the daemon sees it when ``written`` has answered, not before: these kernels keep it back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Final
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.attendant import program
+from penstock_sandbox.backends.attended import ending
+from penstock_sandbox.backends.attended.pipe import SandboxGone
+from penstock_sandbox.backends.docker import confinement, container, hold
+from penstock_sandbox.backends.docker.additions import File, packed
+from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
+from penstock_sandbox.backends.docker.images import Images
+from penstock_sandbox.backends.docker.interpreter import FOLDERS, Interpreter
+from penstock_sandbox.backends.docker.mounts import Mounts
+from penstock_sandbox.backends.docker.places import OURS
+from penstock_sandbox.backends.docker.prepared import ReadyImage
+from penstock_sandbox.backends.docker.reach import ENDED, ROOT_MODE, Piped, Reach, Reached, Start, figures
+from penstock_sandbox.backends.docker.reaper import Owner, Reaper
+from penstock_sandbox.backends.docker.wire import Wire
+from penstock_sandbox.model import Resources, Stats
+
+PLACE: Final = f"{OURS}/inside"
+_SERVING: Final = f"{OURS}/attendant"
+_SOCKET: Final = f"{_SERVING}/socket"
+_PROGRAM: Final = f"{PLACE}/attendant"
+_FILTER: Final = f"{PLACE}/filter"
+_WRITTEN_S: Final = 60.0
+# One that such a kernel needs of the machine's for each of a sandbox's, and those that it has itself.
+_TASKS_EACH, _TASKS_OWN = 4, 512
+
+
+class Inside(Reach):
+    """The attendant lives in the sandbox."""
+
+    name = "inside"
+    own_kernel = True
+
+    def __init__(
+        self,
+        daemon: Daemon,
+        wire: Wire,
+        images: Images,
+        owner: Owner,
+        reaper: Reaper,
+        mounts: Mounts,
+        image: str,
+        memory_bytes: int | None,
+    ) -> None:
+        self._daemon = daemon
+        self._wire = wire
+        self._images = images
+        self._owner = owner
+        self._reaper = reaper
+        self._mounts = mounts
+        self._base = image
+        self._memory_bytes = memory_bytes
+        self._mount: Json = {}
+        self.python: Sequence[str] = ()
+        """The argv that begins a Python program in a sandbox."""
+
+    async def open(self) -> None:
+        image, architecture = await self._images.known(self._base)
+        files = {"attendant": program.text().encode(), "filter": confinement.program(architecture)}
+        settings: Json = {"image": image, "command": ["-"], "entrypoint": ["-"], "labels": self._owner.labels("making")}
+        source = await self._daemon.create("", settings, {"network_mode": "none"})
+        interpreter = Interpreter()
+        try:
+            self._mount = await self._mounts.made(
+                f"inside-{secrets.token_hex(4)}", PLACE, image, lambda: self._pieces(source, interpreter, files)
+            )
+        except Refused as error:
+            problem = f"its Python cannot be taken from {self._base}: {error.what}"
+            raise FailedPrecondition(problem, reason="BACKEND_UNAVAILABLE") from error
+        finally:
+            await asyncio.shield(asyncio.ensure_future(self._reaper.container(source)))
+        command = interpreter.command(PLACE)
+        if command is None:
+            problem = f"docker_sidecar_image ({self._base}) has no python3 that could be taken out of it"
+            raise FailedPrecondition(problem, reason="BACKEND_UNAVAILABLE")
+        self.python = command
+
+    def _pieces(self, source: str, interpreter: Interpreter, files: dict[str, bytes]) -> Iterator[Iterator[bytes]]:
+        """Two tars: the interpreter, and what is ours."""
+
+        def folders() -> Iterator[tuple[str, Iterator[bytes]]]:
+            for folder in FOLDERS:
+                found = self._daemon.fetch_stream(source, folder)
+                if found is not None:
+                    try:
+                        yield folder, found[1]
+                    finally:
+                        found[1].close()
+
+        yield interpreter.taken(folders(), ".")
+        yield iter([packed([File(path, content) for path, content in files.items()])])
+
+    async def aclose(self) -> None:
+        return
+
+    def furnish(self, settings: Json, host: Json, image: ReadyImage, resources: Resources, *, writable: bool) -> None:
+        # A first process has orphans to reap: it becomes what does that, and a child of it carries.
+        carry = ["attach", "--socket", _SOCKET, "--aside", "--last", ENDED, "--then", hold.PATH, "--first"]
+        workload = ["--user", f"{image.account.uid}:{image.account.gid}", "--confine", "--seccomp", _FILTER]
+        serve = [*self.python, _PROGRAM, "serve", "--socket", _SOCKET, *workload]
+        if writable:
+            serve += ["--root-mode", f"{ROOT_MODE:o}"]
+        if resources.pids is not None:
+            serve += ["--most-processes", str(resources.pids)]
+        container.inhabit(settings, host, [*serve, "--and", *carry], self._mount)
+        host.pop("pids_limit", None)
+        if resources.pids is not None:
+            host["pids_limit"] = _TASKS_EACH * resources.pids + _TASKS_OWN
+        if self._memory_bytes is not None:
+            host["mem_limit"] = host["memswap_limit"] = self._memory_bytes
+        if not writable:
+            host["tmpfs"][_SERVING] = "rw,noexec,nosuid,nodev,mode=700,size=1073741824"
+
+    async def reach(self, name: str, start: Start) -> Reached:
+        reached = _Within(self._daemon, self._wire, name, self.python)
+        try:
+            await reached.attach()
+            await start()
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(reached.close()))
+            raise
+        return reached
+
+
+class _Within(Piped):
+    def __init__(self, daemon: Daemon, wire: Wire, name: str, python: Sequence[str]) -> None:
+        super().__init__(daemon, wire, name, [*python, _PROGRAM, "attach", "--socket", _SOCKET, "--aside"])
+        self._python = python
+
+    def gone(self) -> SandboxGone:
+        return SandboxGone("PROCESS_ENDED")
+
+    async def stats(self) -> Stats:
+        measured = figures(await self._daemon.stats(self._name))
+        # Those that are counted are the kernel's own, which are the machine's.
+        return replace(measured, pids=None)
+
+    async def written(self, *, ended: bool) -> None:
+        text, arguments = (ending.PROGRAM, [_SOCKET]) if ended else (ending.SYNC, [])
+        problem = ""
+        try:
+            execution = await self._daemon.execute(self._name, [*self._python, "-c", text, *arguments])
+            async with asyncio.timeout(_WRITTEN_S), AsyncExitStack() as stack:
+                pipes = await stack.enter_async_context(self._wire.command(execution))
+                async for _ in pipes.output():
+                    pass
+                problem = pipes.errors.decode(errors="replace").strip()
+            if await self._daemon.exit_code(execution) == 0:
+                return
+        except TimeoutError:
+            problem = "it takes too long"
+        except Refused as error:
+            problem = error.what
+        raise FailedPrecondition(f"what the sandbox wrote could not be written out: {problem}", reason="SEAL_FAILED")

@@ -1,0 +1,192 @@
+"""How calls flow, over real streams: shared runs, trainers that die, weight syncs in each dialect, staleness bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import pytest
+
+from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock.interception.v1 import interception_pb2
+
+TEXT = "list the files"
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One dialect's streamed request, by hand: what a client ignores while it waits, and how a failure is framed."""
+
+    path: str
+    body: dict[str, Any]
+    keep_alive: bytes
+    failure: bytes
+
+
+WIRES = {
+    "chat": Wire(
+        "/v1/chat/completions",
+        {"model": "m", "stream": True, "messages": [{"role": "user", "content": TEXT}]},
+        b": keep-alive",
+        b'data: {"error"',
+    ),
+    "messages": Wire(
+        "/v1/messages",
+        {"model": "m", "max_tokens": 50, "stream": True, "messages": [{"role": "user", "content": TEXT}]},
+        b"event: ping",
+        b"event: error",
+    ),
+    "responses": Wire(
+        "/v1/responses", {"model": "m", "stream": True, "input": TEXT}, b"event: response.in_progress", b"event: error"
+    ),
+    "generate_content": Wire(
+        "/v1beta/models/m:streamGenerateContent?alt=sse", {"contents": [{"parts": [{"text": TEXT}]}]}, b"", b'"error"'
+    ),
+}
+
+
+@pytest.fixture(params=WIRES)
+def wire(request: pytest.FixtureRequest) -> Wire:
+    """Each dialect."""
+    return WIRES[request.param]
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    """A plain HTTP client."""
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+def asking(http: aiohttp.ClientSession, service: Any, rollout: Any, wire: Wire) -> Any:
+    """A streamed request."""
+    url = f"http://{service.ingress}/rollout/{rollout.rollout_id}{wire.path}"
+    return http.post(url, json=wire.body, headers={"authorization": f"Bearer {rollout.token}"})
+
+
+def chatting(rollout: Any, text: str) -> asyncio.Task[Any]:
+    """The SDK's request, not streamed."""
+    messages: list[Any] = [{"role": "user", "content": text}]
+    return asyncio.create_task(rollout.client().chat.completions.create(model="m", messages=messages))
+
+
+async def test_a_weight_sync_is_keep_alives_from_the_first_moment_and_then_the_answer(
+    start: Any, http: aiohttp.ClientSession, wire: Wire
+) -> None:
+    """R30, decision 8: while calls are held back an agent of any dialect sees signs of life and nothing else."""
+    service = await start(first_byte_s=0.0, keep_alive_s=0.01)
+    rollout, trainer = await service.open(), await service.trainer()
+    await trainer.send(pause=pb.PauseCalls(reason="weight sync"))
+    await trainer.frame("paused")
+    async with asking(http, service, rollout, wire) as answer:
+        assert answer.status == 200
+        seen = 0
+        while seen < 3:
+            seen += (await answer.content.readline()).rstrip(b"\n").startswith(wire.keep_alive)
+        assert not [frame for frame in trainer.frames if frame.HasField("calls")]
+        await trainer.send(resume=pb.ResumeCalls())
+        await trainer.answer("after the sync")
+        assert b"after the sync" in await answer.read()
+
+
+@pytest.mark.parametrize("in_stream", [False, True])
+async def test_within_the_grace_a_failure_has_its_own_status_and_later_it_is_said_in_the_stream(
+    start: Any, http: aiohttp.ClientSession, wire: Wire, in_stream: bool
+) -> None:
+    """R30: `first_byte_s` is the operator's: how long a plain HTTP status stays possible."""
+    service = await start(first_byte_s=0.0 if in_stream else 60.0, keep_alive_s=0.01)
+    rollout, trainer = await service.open(), await service.trainer()
+
+    async def ask() -> tuple[int, bytes]:
+        async with asking(http, service, rollout, wire) as answer:
+            return answer.status, await answer.read()
+
+    async def fail() -> None:
+        call = await trainer.call()
+        failure = pb.CallFailure(reason="NO_ROOM", retriable=True)
+        await trainer.deliver(pb.CallResult(call_id=call.call_id, lease_id=call.lease_id, failure=failure))
+
+    if not in_stream:
+        asked = asyncio.create_task(ask())
+        await fail()
+        status, body = await asked
+        assert status == 503 and json.loads(body)["error"]
+        return
+    async with asking(http, service, rollout, wire) as answer:
+        assert answer.status == 200
+        await fail()
+        assert wire.failure in await answer.read()
+
+
+async def test_trainers_of_one_run_share_its_calls_as_their_credits_allow(service: Any) -> None:
+    """R26: no call goes to two of them, nobody holds more than its credits, and what comes free takes the next."""
+    rollouts = [await service.open(run_id="run") for _ in range(2)]
+    selector = pb.CallSelector(run_id="run")
+    trainers = [await service.trainer(selector=selector, credits=pb.Credits(calls=2)) for _ in range(2)]
+    tasks = [chatting(rollout, f"{TEXT} {number}") for rollout in rollouts for number in range(3)]
+    held = [[await trainer.call(), await trainer.call()] for trainer in trainers]
+    assert len({call.call_id for calls in held for call in calls}) == 4
+    more = []
+    for trainer, calls in zip(trainers, held, strict=True):
+        await trainer.deliver(trainer.result(calls[0], "first"))
+        more.append(await trainer.call())
+    assert len({call.call_id for call in more} | {call.call_id for calls in held for call in calls}) == 6
+    for trainer, calls, last in zip(trainers, held, more, strict=True):
+        await trainer.deliver(trainer.result(calls[1], "second"), trainer.result(last, "third"))
+    told = [(await task).choices[0].message.content for task in tasks]
+    assert sorted(told) == ["first", "first", "second", "second", "third", "third"]
+
+
+async def test_a_trainer_that_dies_leaves_its_calls_to_the_others_of_its_run(start: Any) -> None:
+    """R22, R26: each is given again once nobody may resume; an answer that comes too late is refused by type."""
+    service = await start(resume_window_s=0.0)
+    rollout = await service.open(run_id="run")
+    selector = pb.CallSelector(run_id="run")
+    dying = await service.trainer(selector=selector)
+    tasks = [chatting(rollout, f"{TEXT} {number}") for number in range(3)]
+    lost = [await dying.call() for _ in tasks]
+    heir = await service.trainer(selector=selector)
+    dying.cut()
+    again = [await heir.call() for _ in tasks]
+    assert {call.call_id for call in again} == {call.call_id for call in lost}
+    assert {call.lease_attempt for call in again} == {2}
+    late = await heir.deliver(heir.result(lost[0], "with the lease of the dead"))
+    # Its session holds the call now, so the answer is its own, whatever lease it shows.
+    assert list(late.accepted_call_ids) == [lost[0].call_id]
+    stranger = await service.trainer(selector=selector)
+    refused = await stranger.deliver(stranger.result(lost[1], "with the lease of the dead"))
+    assert [item.reason for item in refused.rejected] == [pb.ResultRejected.REASON_NOT_LEASED]
+    rest = [call for call in again if call.call_id != lost[0].call_id]
+    await heir.deliver(*(heir.result(call, "in time") for call in rest))
+    told = [(await task).choices[0].message.content for task in tasks]
+    assert sorted(told) == ["in time", "in time", "with the lease of the dead"]
+
+
+async def test_a_staleness_bound_follows_what_any_trainer_of_the_run_announces(service: Any) -> None:
+    """R87, decision 8: the newest announced version counts for the run; a call keeps the bound of its lease."""
+    policy = interception_pb2.PolicyVersionConstraint(max_staleness=1)
+    rollout = await service.open(run_id="run", policy=policy)
+    other = await service.open(run_id="another", policy=policy)
+    selector = pb.CallSelector(run_id="run")
+    sampling = await service.trainer(selector=selector, policy_version=5)
+    pushing = await service.trainer(selector=selector, credits=pb.Credits(calls=1))
+    elsewhere = await service.trainer(selector=pb.CallSelector(run_id="another"), policy_version=1)
+    first, busy = chatting(rollout, "one"), chatting(rollout, "two")
+    old, _taken = await sampling.call(), await pushing.call()
+    assert old.min_policy_version == 4
+    await pushing.send(policy=pb.PolicyAnnounced(policy_version=9))
+    stale = await pushing.deliver(pushing.result(_taken, "old", version=3))
+    assert [item.reason for item in stale.rejected] == [pb.ResultRejected.REASON_STALE_POLICY]
+    third, foreign = chatting(rollout, "three"), chatting(other, "four")
+    assert (await sampling.call()).min_policy_version == 8
+    assert (await elsewhere.call()).min_policy_version == 0
+    accepted = await sampling.deliver(sampling.result(old, "old weights, old bound", version=4))
+    assert list(accepted.accepted_call_ids) == [old.call_id]
+    assert (await first).choices[0].message.content == "old weights, old bound"
+    for task in (busy, third, foreign):
+        task.cancel()
+    await asyncio.gather(busy, third, foreign, return_exceptions=True)

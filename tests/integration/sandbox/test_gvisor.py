@@ -1,0 +1,197 @@
+"""The Docker backend on gVisor, for real: served from inside, closed to what runs there, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from tests.support import dockerd
+from tests.support.docker_backend import Collected, backend, create, run
+
+from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.backends.base import SandboxHandle
+from penstock_sandbox.backends.docker import remnants
+from penstock_sandbox.model import Resources, SandboxSpec
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest_asyncio.fixture(autouse=True)
+async def engine() -> dockerd.Engine:
+    """The session's engine, with gVisor."""
+    return await asyncio.to_thread(dockerd.gvisor)
+
+
+# What an agent of gVisor's may try against those of other users; each line that it prints is a way in.
+ATTACK = r"""
+import ctypes, os, signal, socket, struct
+libc = ctypes.CDLL(None, use_errno=True)
+def opens(path, flags):
+    try:
+        os.close(os.open(path, flags | os.O_NONBLOCK))
+        return True
+    except OSError:
+        return False
+ours, tried = os.getuid(), 0
+for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+    if os.stat(f"/proc/{pid}").st_uid == ours:
+        continue
+    tried += 1
+    for number in (0, signal.SIGSTOP, signal.SIGKILL):
+        try:
+            os.kill(pid, number); print(pid, "signalled", number)
+        except PermissionError:
+            pass
+    for request in (16, 0x4206):
+        if libc.ptrace(request, pid, 0, 0) == 0: print(pid, "traced")
+    for name in ("mem", "comm", "oom_score_adj", "uid_map", "root/etc/shadow", "cwd/socket"):
+        for flags in (os.O_RDONLY, os.O_WRONLY):
+            if opens(f"/proc/{pid}/{name}", flags) and (name == "mem" or flags == os.O_WRONLY): print(pid, name, flags)
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        if os.readlink(path) != "/dev/null" and (opens(path, os.O_RDONLY) or opens(path, os.O_WRONLY)):
+            print(pid, os.readlink(path), "opened")
+    buffer = ctypes.create_string_buffer(8)
+    piece = struct.pack("QQ", ctypes.addressof(buffer), 8)
+    if libc.process_vm_readv(pid, piece, 1, struct.pack("QQ", 0x400000, 8), 1, 0) > 0: print(pid, "memory read")
+for place in ("/opt/penstock", "/opt/penstock/inside", "/opt/penstock/attendant"):
+    for name in ("new", "hold", "attendant", "filter", "socket", "socket.log"):
+        if opens(f"{place}/{name}", os.O_WRONLY | os.O_CREAT): print(place, name, "written")
+try:
+    socket.socket(socket.AF_UNIX).connect("/opt/penstock/attendant/socket"); print("connected")
+except OSError:
+    pass
+for what, call in {
+    "setuid": lambda: os.setuid(0), "setgroups": lambda: os.setgroups([]), "chroot": lambda: os.chroot("/tmp"),
+    "mount": lambda: 1 / (libc.mount(b"none", b"/mnt", b"tmpfs", 0, None) + 1),
+    "unshare": lambda: 1 / (libc.unshare(0x10000000) + 1), "setns": lambda: 1 / (libc.setns(0, 0) + 1),
+}.items():
+    try:
+        call(); print(what, "allowed")
+    except (OSError, ZeroDivisionError):
+        pass
+print("tried" if tried > 3 else "saw nobody", libc.prctl(39, 0, 0, 0, 0))
+"""
+
+
+async def test_an_agent_reaches_neither_the_machines_kernel_nor_what_serves_it(tmp_path: Path) -> None:
+    """R13, R55, R60: own kernel; no signal, trace, memory, descriptor, file or socket of the attendant's is its."""
+    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR, allow_root=True) as opened:
+        assert opened.available, opened.unavailable_reason
+        assert opened.capabilities.own_kernel and not opened.capabilities.root
+        handle = await create(opened, own_kernel=True)
+        code, said = await run(handle, "uname", "-r")
+        assert code == 0 and said.strip() != os.uname().release
+        assert await run(handle, "python3", "-c", ATTACK) == (0, "tried 1\n")
+        # What serves it was not stopped either.
+        assert await run(handle, "sh", "-c", "id -u; grep ^CapBnd /proc/self/status") == (
+            0,
+            "1000\nCapBnd:\t" + "0" * 16 + "\n",
+        )
+
+
+async def test_an_image_without_python_or_bash_serves_as_well(tmp_path: Path) -> None:
+    """R53, R45: what the attendant runs on is brought in, and cannot be changed."""
+    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR, image=dockerd.TINY) as opened:
+        assert opened.available, opened.unavailable_reason
+        handle = await create(opened)
+        assert await run(handle, "sh", "-c", "echo $HOME; id -un; echo x > made; cat made") == (
+            0,
+            "/home/agent\nagent\nx\n",
+        )
+
+
+async def test_daemons_are_killed_with_their_process_and_with_no_other(tmp_path: Path) -> None:
+    """R40: this gVisor has no subreapers; a tree is known by a group that its processes cannot leave."""
+    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
+        handle = await create(opened)
+        daemon = (
+            "for i in 1 2 3; do setsid sh -c 'setsid sleep 4711 & sleep 4711 & wait' & done; sleep 0.5; exec sleep 4711"
+        )
+        one, other = Collected(), Collected()
+        first = await handle.start(["sh", "-c", daemon], handle.default_env, "/", one, stdin=False, pty=None)
+        second = await handle.start(["sh", "-c", daemon], handle.default_env, "/", other, stdin=False, pty=None)
+        await _until_sleeping(handle, 14)
+        await first.kill()
+        await one.ended
+        await _until_sleeping(handle, 7)
+        await second.kill()
+        await _until_sleeping(handle, 0)
+        await first.aclose()
+        await second.aclose()
+
+
+async def _until_sleeping(handle: SandboxHandle, count: int) -> None:
+    for _ in range(200):
+        if (await run(handle, "pgrep", "-cx", "sleep"))[1].split() == [str(count)]:
+            return
+    raise AssertionError(await run(handle, "ps", "ax"))
+
+
+async def test_a_sandbox_over_the_operators_memory_is_lost_and_others_live(tmp_path: Path) -> None:
+    """R55, R43: memory is held to no limit of a spec's, which is refused, but to the operator's, with the sandbox."""
+    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR, memory_bytes=384 << 20) as opened:
+        assert opened.available, opened.unavailable_reason
+        with pytest.raises(FailedPrecondition, match="limit_memory"):
+            opened.refuse_unsupported(SandboxSpec(resources=Resources(memory_bytes=1 << 28)))
+        greedy, other = await create(opened), await create(opened)
+        assert await run(greedy, "python3", "-c", "x = bytearray(1 << 30)") == (None, "")
+        assert await run(other, "echo", "alive") == (0, "alive\n")
+
+
+async def test_processes_over_their_limit_are_refused(tmp_path: Path) -> None:
+    """R55: by a limit of the workload's user, which does not count what serves it."""
+    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
+        handle = await create(opened, resources=Resources(pids=16))
+        program = """
+import os, sys, time
+made = 0
+try:
+    while made < 40:
+        if os.fork() == 0:
+            time.sleep(600)
+        made += 1
+except BlockingIOError:
+    pass
+print(made)
+"""
+        sink = Collected()
+        process = await handle.start(["python3", "-c", program], handle.default_env, "/", sink, stdin=False, pty=None)
+        assert (await sink.ended) is not None
+        # Itself is one of them; gVisor allows one more than its limit says.
+        assert int(sink.text) in (15, 16)
+        await process.kill()
+        await process.aclose()
+        assert await run(handle, "echo", "free again") == (0, "free again\n")
+
+
+async def test_what_a_failed_start_leaves_of_gvisor_is_ended(tmp_path: Path, engine: dockerd.Engine) -> None:
+    """R49, R50: its kernel, its file server and its supervisor outlive their container, but for the service."""
+    with engine.watched() as made:
+        async with backend(tmp_path, "auto", runtime=dockerd.GVISOR_BROKEN) as opened:
+            assert "root network namespace" in opened.unavailable_reason
+    assert made
+    assert [remnants.find(container) for container in made] == [[] for _ in made]
+    assert engine.traces(made) == []
+
+
+async def test_gvisor_that_the_daemon_does_not_know_is_refused_with_what_to_install(tmp_path: Path) -> None:
+    """R48, R55"""
+    async with backend(tmp_path, runtime="runsc-of-somebody-else") as opened:
+        assert "apt-get install runsc" in opened.unavailable_reason
+        with pytest.raises(FailedPrecondition) as refused:
+            opened.refuse_unsupported(SandboxSpec(own_kernel=True))
+        assert refused.value.reason == "BACKEND_UNAVAILABLE"
+
+
+async def test_nothing_is_served_from_inside_on_the_machines_own_kernel(tmp_path: Path) -> None:
+    """R55: who asked for another kernel gets no lesser isolation, whatever the runtime is called."""
+    async with backend(tmp_path, "inside") as opened:
+        assert "its kernel is the machine's" in opened.unavailable_reason
+    async with backend(tmp_path, "direct") as opened:
+        with pytest.raises(FailedPrecondition) as refused:
+            opened.refuse_unsupported(SandboxSpec(own_kernel=True))
+        assert refused.value.metadata["capabilities"] == "own_kernel"

@@ -1,0 +1,147 @@
+"""Interception services that die by SIGKILL at a chosen write of their journal, each a fork of one warm process.
+
+The seam is SQLite's own connection: what the journal writes passes through it, whatever groups writes into
+transactions. Each write is committed by itself here, so that every state that a group's neighbours could leave behind
+can be the last one. The service is the real one, `penstock_interception.__main__`, and knows nothing of it.
+
+Run as a process; it reads one order per line, starts the service, tells its ready line, and its end:
+
+    {"environment": {...}, "log": "PATH", "writes": "PATH", "die_at": 3, "committed": true}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sqlite3
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from penstock_interception.__main__ import main
+
+_WRITES: Final = ("INSERT", "UPDATE", "DELETE", "REPLACE")
+
+
+class MortalConnection(sqlite3.Connection):
+    """Ends the process at its n-th write: before it is committed, or after and before anybody hears of it."""
+
+    die_at = 0
+    committed = False
+    log: Path
+    _writes = 0
+    _group: list[str] | None = None
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        word = sql.split(None, 1)[0].upper()
+        if word == "SAVEPOINT":
+            self._group = []
+        done = super().execute(sql, parameters)
+        if word in _WRITES and self.in_transaction:
+            if self._group is None:
+                self._wrote([sql])
+            else:
+                self._group.append(sql)
+        elif word == "RELEASE":
+            group, self._group = self._group or [], None
+            if group:
+                self._wrote(group)
+        return done
+
+    def _wrote(self, statements: list[str]) -> None:
+        MortalConnection._writes += 1
+        with self.log.open("a") as log:
+            log.write(json.dumps([" ".join(sql.split()[:5]) for sql in statements]) + "\n")
+        last = MortalConnection._writes == self.die_at
+        if last and not self.committed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().execute("COMMIT")
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().execute("BEGIN IMMEDIATE")
+
+
+def _serve(order: Mapping[str, Any]) -> None:
+    """In the fork: the service, until its end."""
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.dup2(os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+    sys.argv = ["penstock-interception"]
+    MortalConnection.die_at, MortalConnection.committed = order["die_at"], order["committed"]
+    MortalConnection.log = Path(order["writes"])
+    vars(sqlite3)["connect"] = partial(sqlite3.connect, factory=MortalConnection)
+    main()
+
+
+def _take_orders() -> None:
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            _serve(json.loads(line))
+            return
+        os.waitpid(pid, 0)
+        sys.stdout.write('{"event":"ended"}\n')
+        sys.stdout.flush()
+
+
+class Warm:
+    """The process that forks services, and the one service of it that runs."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.ready: dict[str, Any] = {}
+
+    @classmethod
+    async def start(cls) -> Warm:
+        """Starts it; `close` ends it and its service."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tests.support.dying",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        return cls(process)
+
+    async def serve(self, **order: Any) -> bool:
+        """Starts a service; False when it died before it was ready."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        event = await self._event()
+        if event["event"] == "ready":
+            self.ready = event
+        return bool(event["event"] == "ready")
+
+    async def ended(self) -> None:
+        """Returns when the service that was started last is dead."""
+        while (await self._event())["event"] != "ended":
+            pass
+
+    def kill(self) -> None:
+        """kill -9 of the service, wherever it is."""
+        with suppress(ProcessLookupError):
+            os.kill(self.ready["pid"], signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Ends everything: the service goes with its parent."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.communicate()
+
+    async def _event(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            if line.startswith(b'{"event":'):
+                event: dict[str, Any] = json.loads(line)
+                return event
+        raise AssertionError("the process that forks services is gone")
+
+
+if __name__ == "__main__":
+    _take_orders()

@@ -1,0 +1,61 @@
+"""How calls are put into frames."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from penstock_codec.chat import Message, Sampling, Tool
+from penstock_interception.calls import Arrival, Call, Dialect, Mode, Opening, Rollout
+from penstock_interception.graph import TokenGraph
+from penstock_interception.graph.model import Plan
+from penstock_interception.requests import KNOWN_TOOLS_CHARS, ChatRequest
+from penstock_interception.rpc.frames import FRAME_BYTES, CallWriter, frames_of
+from penstock_interception.sessions import Outbox, View
+
+
+def plan(tokens: int) -> Plan:
+    made = TokenGraph("r", None).plan([Message.user("q")])
+    ids = np.arange(tokens, dtype=np.int32)
+    return Plan(
+        made.rollout_id, made.branch_id, True, made.call_class, None, 0, ids, ids, True, "", made.key, made.hints
+    )
+
+
+def parse(_: Dialect, body: bytes) -> ChatRequest:
+    raise AssertionError("no view asks for messages")
+
+
+async def test_no_frame_is_larger_than_its_limit_and_none_of_its_calls_is_lost() -> None:
+    """R22: long prompts share frames as far as they go; one that is larger than a frame has one for itself."""
+    opening = Opening("r", "r", Mode.INTERCEPTION_GATE)
+    rollout = Rollout(opening, created=0.0)
+    arrival = Arrival(
+        Dialect.CHAT_COMPLETIONS, b"{}", bytes(32), "k", stream=False, sampling=Sampling(), model_requested=""
+    )
+    calls = []
+    for index, tokens in enumerate([10, 500_000, 400_000, 700_000, 2_000_000, 10, 10]):
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        call = Call(f"call-{index}", rollout, index, arrival, 0.0, 1.0, Sampling(), ended)
+        call.plan = plan(tokens)
+        calls.append(call)
+    frames = list(frames_of(Outbox(calls=calls), CallWriter(parse), View()))
+    sent = [[call.call_id for call in frame.calls.calls] for frame in frames]
+    assert sent == [["call-0", "call-1", "call-2"], ["call-3"], ["call-4"], ["call-5", "call-6"]]
+    assert all(frame.ByteSize() <= FRAME_BYTES + 64 for frame in frames if len(frame.calls.calls) > 1)
+    ids = np.frombuffer(frames[1].calls.calls[0].prompt_token_ids, "<i4")
+    assert np.array_equal(ids, np.arange(700_000))
+
+
+def test_equal_tools_of_two_requests_are_kept_once() -> None:
+    """R32: an agent's tools come with each of its calls; very long ones are not kept beyond them."""
+
+    def tools(description: str) -> tuple[Tool, ...]:
+        return (Tool("bash", "".join(description), '{"type":"object"}'),)
+
+    first, second = (ChatRequest("m", (), tools("Runs a command")) for _ in range(2))
+    assert first.tools is second.tools
+    assert first.tools_sha256 == second.tools_sha256 != ChatRequest("m", (), tools("Another")).tools_sha256
+    long = "x" * (KNOWN_TOOLS_CHARS + 1)
+    assert ChatRequest("m", (), tools(long)).tools is not ChatRequest("m", (), tools(long)).tools
