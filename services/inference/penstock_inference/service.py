@@ -10,13 +10,16 @@ from typing import Any
 from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.auth import Role
-from penstock_chassis.errors import InvalidArgument
+from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
-from penstock_inference.engines.base import Engine, TokenIds
+from penstock_inference.adapters import AdapterUploads
+from penstock_inference.engines.base import Engine, PauseMode, TokenIds
+from penstock_inference.engines.optional import Sleeper, missing_capability
 from penstock_inference.model_files import TokenizerDirectory
 from penstock_inference.rpc import convert, messages
 from penstock_inference.text import template_options
+from penstock_inference.transfers import Transfers
 from penstock_inference.weights import WeightUpdates
 
 SERVICE = "penstock.inference.v1.InferenceService"
@@ -40,11 +43,21 @@ Context = Any
 class InferenceServicer(rpc.InferenceServiceServicer):
     """Speaks gRPC for one engine."""
 
-    def __init__(self, engine: Engine, files: TokenizerDirectory, codec: Codec | None, updates: WeightUpdates) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        files: TokenizerDirectory,
+        codec: Codec | None,
+        updates: WeightUpdates,
+        adapters: AdapterUploads,
+        transfers: Transfers,
+    ) -> None:
         self._engine = engine
         self._codec = codec
         self._files = files
         self._updates = updates
+        self._adapters = adapters
+        self._transfers = transfers
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:  # noqa: N802
         parser = "" if self._codec is None else self._codec.parser
@@ -69,13 +82,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
         if request.adapter:
-            raise convert.missing_capability("adapters")
+            self._adapters.engine()
         if not self._engine.info().capabilities.score:
-            raise convert.missing_capability("score")
+            raise missing_capability("score")
         ids = convert.token_ids(request.token_ids, "token_ids")
         if not 1 <= request.start < max(ids.size, 2):
             raise convert.invalid("start", f"must be in [1, {ids.size}): the first token has no logprob")
-        scores = await self._engine.score(ids, request.temperature if request.HasField("temperature") else 1.0)
+        temperature = request.temperature if request.HasField("temperature") else 1.0
+        scores = await self._engine.score(ids, temperature, request.adapter)
         return pb.ScoreResponse(
             logprobs=scores.logprobs[request.start - 1 :].astype("<f4").tobytes(), policy_version=scores.policy_version
         )
@@ -120,45 +134,54 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             await asyncio.sleep(interval)
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:  # noqa: N802
-        raise convert.missing_capability("sleep")
+        await self._sleeper().sleep(request.level)
+        return pb.SleepResponse()
 
     async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeResponse:  # noqa: N802
-        raise convert.missing_capability("sleep")
+        await self._sleeper().wake()
+        return pb.WakeResponse()
 
     async def InitTransfer(  # noqa: N802
         self, request: pb.InitTransferRequest, context: Context
     ) -> pb.InitTransferResponse:
-        raise convert.missing_capability("external_transfer")
+        await self._transfers.init(request.backend, request.options_json)
+        return pb.InitTransferResponse()
 
     async def StartTransfer(  # noqa: N802
         self, request: pb.StartTransferRequest, context: Context
     ) -> pb.StartTransferResponse:
-        raise convert.missing_capability("external_transfer")
+        idle = request.idle_timeout.ToTimedelta().total_seconds() if request.HasField("idle_timeout") else None
+        mode = convert.pause_mode(request.mode, PauseMode.KEEP)
+        transfer = await self._transfers.start(request.request_id, request.policy_version, mode, idle)
+        return pb.StartTransferResponse(transfer_id=transfer)
 
     async def TransferTensors(  # noqa: N802
         self, request: pb.TransferTensorsRequest, context: Context
     ) -> pb.TransferTensorsResponse:
-        raise convert.missing_capability("external_transfer")
+        await self._transfers.transfer(request.transfer_id, request.descriptor_json)
+        return pb.TransferTensorsResponse()
 
     async def FinishTransfer(  # noqa: N802
         self, request: pb.FinishTransferRequest, context: Context
     ) -> pb.FinishTransferResponse:
-        raise convert.missing_capability("external_transfer")
+        return convert.transfer_response(await self._transfers.finish(request.transfer_id, request.commit))
 
     async def LoadAdapter(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.LoadAdapterRequest], context: Context
     ) -> pb.LoadAdapterResponse:
-        raise convert.missing_capability("adapters")
+        loaded = await self._adapters.load(convert.adapter_frames(request_iterator))
+        return pb.LoadAdapterResponse(adapter=convert.adapter(loaded))
 
     async def UnloadAdapter(  # noqa: N802
         self, request: pb.UnloadAdapterRequest, context: Context
     ) -> pb.UnloadAdapterResponse:
-        raise convert.missing_capability("adapters")
+        await self._adapters.unload(request.name)
+        return pb.UnloadAdapterResponse()
 
     async def ListAdapters(  # noqa: N802
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
-        raise convert.missing_capability("adapters")
+        return convert.adapters_page(self._adapters.engine().adapters(), request.page_size, request.page_token)
 
     async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:  # noqa: N802
         add = request.add_generation_prompt if request.HasField("add_generation_prompt") else True
@@ -166,7 +189,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     async def Parse(self, request: pb.ParseRequest, context: Context) -> pb.ParseResponse:  # noqa: N802
         if self._codec is None:
-            raise convert.missing_capability("parse")
+            raise missing_capability("parse")
         token_ids, tools = convert.token_ids(request.token_ids, "token_ids"), messages.tools_from(request.tools)
         parsed = await asyncio.to_thread(self._codec.parse, token_ids, tools=tools)
         return pb.ParseResponse(
@@ -175,9 +198,14 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             malformed_tool_calls=len(parsed.malformed),
         )
 
+    def _sleeper(self) -> Sleeper:
+        if not self._engine.info().capabilities.sleep or not isinstance(self._engine, Sleeper):
+            raise missing_capability("sleep")
+        return self._engine
+
     async def _render(self, prompt: pb.ChatPrompt, add_generation_prompt: bool = True) -> TokenIds:
         if self._codec is None:
-            raise convert.missing_capability("render")
+            raise missing_capability("render")
         options = template_options(
             prompt.thinking if prompt.HasField("thinking") else None, prompt.template_options_json
         )
@@ -190,4 +218,6 @@ class InferenceServicer(rpc.InferenceServiceServicer):
                 template_kwargs=options,
             )
         except CodecError as error:
-            raise InvalidArgument(str(error), reason=error.reason) from error
+            raise InvalidArgument(
+                str(error), reason=error.reason, violations=[Violation("chat", str(error))]
+            ) from error

@@ -19,7 +19,7 @@ class InferenceSettings(ServiceSettings):
     port: int = Field(7704, ge=0, le=65535, description="port to listen on; 0 lets the kernel choose")
     model_dir: Path = Field(description="directory with config.json, model.safetensors, tokenizer.json, chat template")
     model_name: str = Field("", description="the model's name as agents see it; empty takes the directory's name")
-    engine: str = Field("numpy", description="engine: numpy, scripted, or one that another package registers")
+    engine: str = Field("numpy", description="engine: numpy, vllm, scripted, or one that another package registers")
     engine_options: dict[str, str] = Field(
         default_factory=dict, description='options of the engine, a JSON object such as {"script": "turns.yaml"}'
     )
@@ -31,14 +31,28 @@ class InferenceSettings(ServiceSettings):
     max_concurrency: int = Field(64, ge=1, le=4096, description="generations that run at once; more wait")
     max_waiting: int = Field(4096, ge=0, description="generations that may wait; more are refused")
     max_context_tokens: int | None = Field(
-        None, ge=2, description="longest prompt and completion together, in tokens; numpy has 4096, scripted 2**20"
+        None,
+        ge=2,
+        description="longest prompt and completion together, in tokens; numpy has 4096, scripted 2**20, vllm the"
+        " model's",
     )
-    kv_cache_bytes: int = Field(1 << 30, ge=1 << 20, description="memory for keys and values, in bytes")
+    kv_cache_bytes: int | None = Field(
+        None,
+        ge=1 << 20,
+        description="memory for keys and values, in bytes; unset, numpy and vllm on a CPU take 1 GiB, vllm on a GPU"
+        " what gpu_memory_utilization leaves",
+    )
+    weights_dir: Path | None = Field(
+        None, description="directory under which weight pushes may name paths; unset, none"
+    )
+    adapters_dir: Path | None = Field(
+        None, description="directory under which adapters may be named by path; unset, none"
+    )
     max_update_bytes: int = Field(512 << 20, ge=1 << 10, description="largest weight push, in bytes")
     update_idle_s: float = Field(60.0, gt=0, le=3600, description="seconds of silence after which a push is given up")
 
-    def engine_settings(self) -> EngineOptions:
-        """The part that the engine is opened with."""
+    def engine_settings(self, work_dir: Path) -> EngineOptions:
+        """The part that the engine is opened with; `work_dir` is there for as long as it runs."""
         return EngineOptions(
             model_dir=self.model_dir,
             model_name=self.model_name or self.model_dir.resolve().name,
@@ -46,5 +60,6 @@ class InferenceSettings(ServiceSettings):
             max_waiting=self.max_waiting,
             max_context_tokens=self.max_context_tokens,
             kv_cache_bytes=self.kv_cache_bytes,
+            work_dir=work_dir,
             extra=self.engine_options,
         )

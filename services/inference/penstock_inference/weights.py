@@ -1,4 +1,4 @@
-"""Receiving new weights: begin, chunks of one safetensors file, commit with its digest.
+"""Receiving new weights: begin, chunks of one safetensors file (or a path in their place), commit with its digest.
 
 All or nothing: whatever goes wrong, from a broken stream to a tensor that does not fit, the engine keeps weights and
 version. The version and digest in force are a success when they are pushed again, so a trainer whose answer was lost
@@ -8,24 +8,17 @@ can simply repeat its push.
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from penstock_chassis.errors import (
-    DataLoss,
-    DeadlineExceeded,
-    InvalidArgument,
-    ResourceExhausted,
-    Unsupported,
-    Violation,
-)
+from penstock_chassis.errors import Unsupported
 from penstock_inference.engines.base import Engine, PauseMode, UpdateFormat
+from penstock_inference.engines.optional import WeightFiles
 from penstock_inference.safetensors_file import parse_safetensors
-
-CHUNK_BYTES = 1 << 20
-"""Most bytes of one chunk."""
+from penstock_inference.uploads import Commit, Uploads, frame_invalid, under
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +31,11 @@ class UpdateBegin:
     size_bytes: int | None = None
     sha256: bytes | None = None
     label: str = ""
+    path: str = ""
+    """Instead of chunks, under the operator's weights directory."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateCommit:
-    """The end of the file: SHA-256 of all chunks."""
-
-    sha256: bytes
-
-
-UpdateFrame = UpdateBegin | bytes | UpdateCommit
+UpdateFrame = UpdateBegin | bytes | Commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,90 +53,81 @@ class WeightUpdates:
 
     Args:
         engine: where the weights go.
-        max_bytes: largest file accepted.
-        idle_s: a push that sends nothing for this long is given up, since it keeps others out.
+        uploads: the limits.
+        weights_dir: where paths may lead; None takes none.
+        spool_dir: where a push is written for an engine that wants it as a file.
     """
 
-    def __init__(self, engine: Engine, max_bytes: int, idle_s: float = 60.0) -> None:
+    def __init__(
+        self, engine: Engine, uploads: Uploads, weights_dir: Path | None = None, spool_dir: Path | None = None
+    ) -> None:
         self._engine = engine
-        self._max_bytes = max_bytes
-        self._idle_s = idle_s
+        self._uploads = uploads
+        self._weights_dir = weights_dir
+        self._spool_dir = spool_dir
         self._in_force: tuple[int, bytes] | None = None
 
     async def receive(self, frames: AsyncIterator[UpdateFrame]) -> UpdateResult:
         """Read one push to its end and put it in force.
 
-        Raises InvalidArgument (UPDATE_FRAME_INVALID), Unsupported (CAPABILITY_MISSING), ResourceExhausted
-        (UPDATE_TOO_LARGE), DataLoss (DIGEST_MISMATCH), DeadlineExceeded (UPDATE_STALLED), and what the engine raises.
+        Raises InvalidArgument (UPDATE_FRAME_INVALID, PATH_REFUSED), FailedPrecondition (PATHS_OFF), Unsupported
+        (CAPABILITY_MISSING), ResourceExhausted (UPDATE_TOO_LARGE), DataLoss (DIGEST_MISMATCH), DeadlineExceeded
+        (UPDATE_STALLED), and what the engine raises.
         """
         if not self._engine.info().capabilities.weight_update:
             raise Unsupported("this engine's weights cannot be replaced", reason="CAPABILITY_MISSING")
         began = time.monotonic()
-        begin = await self._next(frames)
+        begin = await self._uploads.next(frames)
         if not isinstance(begin, UpdateBegin):
-            raise _invalid("the first message must be `begin`")
-        if begin.sha256 is not None and self._in_force == (begin.policy_version, begin.sha256):
+            raise frame_invalid("the first message must be `begin`")
+        path = under(self._weights_dir, begin.path, "weights_dir", "begin.path") if begin.path else None
+        known = begin.path.encode() if path is not None else begin.sha256
+        if known is not None and self._in_force == (begin.policy_version, known):
             return UpdateResult(begin.policy_version)
         if begin.size_bytes is not None:
-            self._check_size(begin.size_bytes)
-        if self._in_force is not None and self._in_force[0] == begin.policy_version:
+            self._uploads.check_size(begin.size_bytes)
+        if path is None and self._in_force is not None and self._in_force[0] == begin.policy_version:
             # Whether it is a mere repetition shows only in the digest at the end.
-            _, digest = await self._file(frames)
+            _, digest = await self._uploads.read(frames)
             if self._in_force == (begin.policy_version, digest):
                 return UpdateResult(begin.policy_version, time.monotonic() - began)
         await self._engine.begin_update(begin.policy_version, begin.label, begin.update_format)
         try:
-            data, digest = await self._file(frames)
-            transferred = time.monotonic()
-            await self._engine.push_tensors(await asyncio.to_thread(parse_safetensors, data))
+            if path is not None:
+                await self._uploads.nothing(frames)
+                identity, transferred = begin.path.encode(), time.monotonic()
+                await self._push_path(path)
+            else:
+                identity, transferred = await self._push_chunks(frames)
             parsed = time.monotonic()
-            del data
             phases = await self._engine.commit_update(begin.mode)
         except BaseException:
             await self._engine.abort_update()
             raise
-        self._in_force = (begin.policy_version, digest)
+        self._in_force = (begin.policy_version, identity)
         return UpdateResult(
             begin.policy_version, transferred - began, parsed - transferred + phases.load_s, phases.pause_s
         )
 
-    async def _file(self, frames: AsyncIterator[UpdateFrame]) -> tuple[bytes, bytes]:
-        """All chunks and their digest, which the commit must confirm."""
-        chunks: list[bytes] = []
-        size = 0
-        digest = hashlib.sha256()
-        while not isinstance(frame := await self._next(frames), UpdateCommit):
-            if isinstance(frame, UpdateBegin):
-                raise _invalid("`begin` comes once")
-            if len(frame) > CHUNK_BYTES:
-                raise _invalid(f"a chunk holds at most {CHUNK_BYTES} bytes")
-            size += len(frame)
-            self._check_size(size)
-            digest.update(frame)
-            chunks.append(frame)
-        if frame.sha256 != digest.digest():
-            raise DataLoss("the chunks are not those whose digest was sent", reason="DIGEST_MISMATCH")
-        return b"".join(chunks), digest.digest()
+    async def _push_chunks(self, frames: AsyncIterator[UpdateFrame]) -> tuple[bytes, float]:
+        """The file's digest, and when all of it had come."""
+        if not isinstance(self._engine, WeightFiles):
+            data, digest = await self._uploads.read(frames)
+            transferred = time.monotonic()
+            await self._engine.push_tensors(await asyncio.to_thread(parse_safetensors, data))
+            return digest, transferred
+        with tempfile.TemporaryDirectory(prefix="push-", dir=self._spool_dir) as directory:
+            file = Path(directory) / "incoming.safetensors"
+            digest = await self._uploads.write(frames, file)
+            transferred = time.monotonic()
+            await self._engine.push_file(file)
+        return digest, transferred
 
-    async def _next(self, frames: AsyncIterator[UpdateFrame]) -> UpdateFrame:
-        try:
-            async with asyncio.timeout(self._idle_s):
-                return await anext(frames)
-        except StopAsyncIteration:
-            raise _invalid("the stream ended before `commit`") from None
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"nothing came for {self._idle_s:g} s, the push was given up", reason="UPDATE_STALLED"
-            ) from None
-
-    def _check_size(self, size: int) -> None:
-        if size > self._max_bytes:
-            raise ResourceExhausted(
-                f"a push holds at most {self._max_bytes} bytes (PENSTOCK_INFERENCE_MAX_UPDATE_BYTES)",
-                reason="UPDATE_TOO_LARGE",
-                metadata={"limit_bytes": str(self._max_bytes)},
-            )
-
-
-def _invalid(text: str) -> InvalidArgument:
-    return InvalidArgument(text, reason="UPDATE_FRAME_INVALID", violations=[Violation("frame", text)])
+    async def _push_path(self, path: Path) -> None:
+        if isinstance(self._engine, WeightFiles):
+            await self._engine.push_path(path)
+            return
+        for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+            data = await asyncio.to_thread(file.read_bytes)
+            self._uploads.check_size(len(data))
+            await self._engine.push_tensors(await asyncio.to_thread(parse_safetensors, data))

@@ -80,6 +80,8 @@ class Capabilities:
     adapters: bool = False
     sleep: bool = False
     structured_output: bool = False
+    transfer_backends: tuple[str, ...] = ()
+    """Means by which a trainer may move weights itself (`optional.WeightTransfers`), such as "nccl"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,8 @@ class GenerateRequest:
     """Wait in the queue until a version at least this is in force."""
     exact_policy_version: int | None = None
     """Refuse when another version is in force at the start."""
+    adapter: str = ""
+    """A loaded adapter's name; versions are then the adapter's. Empty: the base weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +222,8 @@ class Done:
     prompt_tokens: int
     cached_tokens: int
     timings: Timings
-    seed: int
-    """The seed in use, drawn or given: the same seed repeats the completion."""
+    seed: int | None
+    """The seed in use, drawn or given: the same seed repeats the completion. None: the engine's own randomness."""
     top: TopLogprobs | None = None
     stop_text: str | None = None
     """The stop text that ended it."""
@@ -272,7 +276,10 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """What the service drives. Every method may be called from one event loop only."""
+    """What the service drives. Every method may be called from one event loop only.
+
+    What only some engines do (adapters, sleep, weights as files, transfers) is in `optional`.
+    """
 
     def info(self) -> EngineInfo:
         """What this engine is, now."""
@@ -287,8 +294,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def score(self, token_ids: TokenIds, temperature: float = 1.0) -> Scores:
-        """Logprobs of `token_ids[1:]` under the current policy at `temperature` (> 0)."""
+    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
+        """Logprobs of `token_ids[1:]` under the current policy, or an adapter's, at `temperature` (> 0)."""
         ...
 
     async def abort(
@@ -347,7 +354,10 @@ class EngineOptions:
     """Requests that may queue; more are refused (QUEUE_FULL)."""
     max_context_tokens: int | None = None
     """Unset: the engine's default."""
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = None
+    """Unset: the engine's default."""
+    work_dir: Path | None = None
+    """Where the engine may keep files while it runs; unset, a temporary directory."""
     extra: Mapping[str, str] = field(default_factory=dict)
 
 

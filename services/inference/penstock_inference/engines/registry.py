@@ -29,10 +29,10 @@ async def open_engine(name: str, options: EngineOptions) -> Engine:
         )
     try:
         factory: EngineFactory = found[0].load()
+        return await factory(options)
     except ImportError as error:
         raise FailedPrecondition(
             f"engine {name!r} needs {error.name}, which is not installed: pip install 'penstock-inference[{name}]'",
             reason="ENGINE_NOT_INSTALLED",
             metadata={"engine": name, "module": error.name or ""},
         ) from error
-    return await factory(options)

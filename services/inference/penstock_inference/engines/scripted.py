@@ -266,7 +266,7 @@ class ScriptedEngine:
             seed=request.sampling.seed or 0,
         )
 
-    async def score(self, token_ids: TokenIds, temperature: float = 1.0) -> Scores:
+    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
         """A script has no distribution."""
         raise Unsupported("the scripted engine cannot score", reason="CAPABILITY_MISSING")
 

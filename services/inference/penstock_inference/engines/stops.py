@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from tokenizers import Tokenizer
+
+from penstock_chassis.errors import FailedPrecondition
 from penstock_codec.decoding import Detokenizer
 
 
@@ -31,3 +35,13 @@ class StopTexts:
         found = [(at, -len(stop), stop) for stop in self._texts if (at := text.find(stop)) >= 0]
         self._tail = text[-self._keep :] if self._keep else ""
         return min(found)[2] if found else None
+
+
+def load_tokenizer(path: Path) -> Tokenizer | None:
+    """A tokenizer.json, or None when there is none. Raises FailedPrecondition (MODEL_UNREADABLE)."""
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the binding raises bare Exception for any malformed file
+        raise FailedPrecondition(f"{path.name} cannot be loaded: {error}", reason="MODEL_UNREADABLE") from error

@@ -10,7 +10,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
-from penstock_chassis.errors import InvalidArgument, Unsupported, Violation
+from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_inference.adapters import AdapterBegin, AdapterFrame
 from penstock_inference.engines.base import (
     Delta,
     Done,
@@ -29,8 +30,10 @@ from penstock_inference.engines.base import (
     UpdateFormat,
     VersionSpan,
 )
+from penstock_inference.engines.optional import AdapterInfo, missing_capability
 from penstock_inference.model_files import TokenizerDirectory
-from penstock_inference.weights import UpdateBegin, UpdateCommit, UpdateFrame, UpdateResult
+from penstock_inference.uploads import Commit
+from penstock_inference.weights import UpdateBegin, UpdateFrame, UpdateResult
 
 _LOGPROBS_MODES = {
     LogprobsMode.PROCESSED: completion_pb2.LOGPROBS_MODE_PROCESSED,
@@ -65,6 +68,7 @@ _NUMBERS = (
     "repetition_penalty",
     "top_logprobs",
 )
+_DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 _PROTO_ONLY = ("thinking", "thinking_budget_tokens", "response_format_json")
 
 
@@ -77,7 +81,7 @@ def token_ids(data: bytes, field: str) -> TokenIds:
 
 def generate_request(message: pb.GenerateRequest, prompt: TokenIds, info: EngineInfo) -> GenerateRequest:
     """Raises InvalidArgument or Unsupported for what the message alone shows to be wrong."""
-    if message.adapter:
+    if message.adapter and not info.capabilities.adapters:
         raise missing_capability("adapters")
     version = message.version
     return GenerateRequest(
@@ -88,6 +92,7 @@ def generate_request(message: pb.GenerateRequest, prompt: TokenIds, info: Engine
         stream=message.stream,
         min_policy_version=version.min_version if version.HasField("min_version") else None,
         exact_policy_version=version.exact_version if version.HasField("exact_version") else None,
+        adapter=message.adapter,
     )
 
 
@@ -187,7 +192,7 @@ def _token_span(
     )
 
 
-def _sampling_used(used: Sampling, seed: int) -> chat_pb2.Sampling:
+def _sampling_used(used: Sampling, seed: int | None) -> chat_pb2.Sampling:
     message = chat_pb2.Sampling(
         temperature=used.temperature,
         top_p=used.top_p,
@@ -228,6 +233,7 @@ def info_response(info: EngineInfo, files: TokenizerDirectory, parser: str) -> p
             structured_output=can.structured_output,
             sleep=can.sleep,
             sampling_fields=[*info.sampling_fields, "n"],
+            transfer_backends=can.transfer_backends,
         ),
         max_context_tokens=info.max_context_tokens,
         vocabulary_size=info.vocab_size,
@@ -273,7 +279,7 @@ async def update_frames(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> Asy
         if kind == "chunk":
             yield message.chunk
         elif kind == "commit":
-            yield UpdateCommit(message.commit.sha256)
+            yield Commit(message.commit.sha256)
         elif kind == "begin":
             begin = message.begin
             if begin.format not in _FORMATS:
@@ -284,18 +290,63 @@ async def update_frames(messages: AsyncIterator[pb.UpdateWeightsRequest]) -> Asy
                 mode=pause_mode(begin.mode, PauseMode.KEEP),
                 size_bytes=begin.size_bytes if begin.HasField("size_bytes") else None,
                 sha256=begin.sha256 if begin.HasField("sha256") else None,
+                path=begin.path,
             )
         else:
             raise invalid("frame", "is not set")
 
 
+async def adapter_frames(messages: AsyncIterator[pb.LoadAdapterRequest]) -> AsyncIterator[AdapterFrame]:
+    """An adapter as the domain reads it."""
+    async for message in messages:
+        kind = message.WhichOneof("frame")
+        if kind == "chunk":
+            yield message.chunk
+        elif kind == "commit":
+            yield Commit(message.commit.sha256)
+        elif kind == "begin":
+            begin = message.begin
+            yield AdapterBegin(
+                name=begin.name,
+                policy_version=begin.policy_version,
+                config_json=begin.adapter_config_json,
+                path=begin.path,
+                mode=pause_mode(begin.mode, PauseMode.KEEP),
+            )
+        else:
+            raise invalid("frame", "is not set")
+
+
+def adapter(info: AdapterInfo) -> pb.Adapter:
+    """One adapter in force."""
+    return pb.Adapter(name=info.name, policy_version=info.policy_version, rank=info.rank)
+
+
+def adapters_page(found: tuple[AdapterInfo, ...], page_size: int, page_token: str) -> pb.ListAdaptersResponse:
+    """Those after the token, which is the last name of the page before."""
+    if not 0 <= page_size <= _MAX_PAGE:
+        raise invalid("page_size", f"must be in [0, {_MAX_PAGE}]")
+    size = page_size or _DEFAULT_PAGE
+    left = [info for info in found if not page_token or info.name > page_token]
+    return pb.ListAdaptersResponse(
+        adapters=[adapter(info) for info in left[:size]],
+        next_page_token=left[size - 1].name if len(left) > size else "",
+    )
+
+
 def update_response(result: UpdateResult) -> pb.UpdateWeightsResponse:
     """The version in force and where the time went."""
-    return pb.UpdateWeightsResponse(
-        policy_version=result.policy_version,
-        phases=pb.UpdatePhases(
-            transfer=duration(result.transfer_s), pause=duration(result.pause_s), load=duration(result.load_s)
-        ),
+    return pb.UpdateWeightsResponse(policy_version=result.policy_version, phases=_phases(result))
+
+
+def transfer_response(result: UpdateResult) -> pb.FinishTransferResponse:
+    """The same of a transfer."""
+    return pb.FinishTransferResponse(policy_version=result.policy_version, phases=_phases(result))
+
+
+def _phases(result: UpdateResult) -> pb.UpdatePhases:
+    return pb.UpdatePhases(
+        transfer=duration(result.transfer_s), pause=duration(result.pause_s), load=duration(result.load_s)
     )
 
 
@@ -309,12 +360,3 @@ def duration(seconds: float) -> Duration:
 def invalid(field: str, text: str) -> InvalidArgument:
     """One field that does not hold."""
     return InvalidArgument(f"{field} {text}", reason="REQUEST_INVALID", violations=[Violation(field, text)])
-
-
-def missing_capability(name: str) -> Unsupported:
-    """What the engine in use does not do."""
-    return Unsupported(
-        f"the engine does not offer {name}; GetInfo.capabilities lists what it does",
-        reason="CAPABILITY_MISSING",
-        metadata={"capability": name},
-    )

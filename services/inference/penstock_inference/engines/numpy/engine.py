@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Sequence_
 from contextlib import aclosing
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -48,9 +47,10 @@ from penstock_inference.engines.numpy.model import ModelConfig, Weights
 from penstock_inference.engines.numpy.scheduler import Scheduler
 from penstock_inference.engines.numpy.sequence import Sequence
 from penstock_inference.engines.numpy.worker import Worker
-from penstock_inference.engines.stops import StopTexts
+from penstock_inference.engines.stops import StopTexts, load_tokenizer
 
 DEFAULT_CONTEXT_TOKENS = 4096
+DEFAULT_KV_CACHE_BYTES = 1 << 30
 
 
 _CAPABILITIES = Capabilities(
@@ -92,11 +92,12 @@ class NumpyEngine:
         self._max_context = min(options.max_context_tokens or DEFAULT_CONTEXT_TOKENS, config.max_position)
         per_slot = KVCache.bytes_per_slot(config, self._max_context)
         self._max_waiting = options.max_waiting
-        self._slots = min(options.max_concurrency, options.kv_cache_bytes // per_slot)
+        allowed = options.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
+        self._slots = min(options.max_concurrency, allowed // per_slot)
         if self._slots < 1:
             raise FailedPrecondition(
                 f"one sequence of {self._max_context} tokens needs {per_slot} bytes of KV cache and "
-                f"{options.kv_cache_bytes} are allowed; lower max_context_tokens or raise kv_cache_bytes",
+                f"{allowed} are allowed; lower max_context_tokens or raise kv_cache_bytes",
                 reason="KV_CACHE_TOO_SMALL",
             )
         self._scheduler = Scheduler(config, weights, self._slots, self._max_context)
@@ -113,7 +114,7 @@ class NumpyEngine:
         def build() -> NumpyEngine:
             config = ModelConfig.from_directory(options.model_dir)
             config.check_size()
-            tokenizer = _tokenizer(options.model_dir / "tokenizer.json")
+            tokenizer = load_tokenizer(options.model_dir / "tokenizer.json")
             return cls(config, Weights.from_directory(config, options.model_dir), options, tokenizer)
 
         engine = await asyncio.to_thread(build)
@@ -177,7 +178,7 @@ class NumpyEngine:
         finally:
             self._request_ids.discard(request.request_id)
 
-    async def score(self, token_ids: TokenIds, temperature: float = 1.0) -> Scores:
+    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
         """Logprobs of `token_ids[1:]` under the current policy at `temperature`."""
         request = GenerateRequest("", token_ids, Sampling(max_tokens=1, temperature=temperature), stream=False)
         violations = check_sampling(request.sampling, self._config.vocab_size)
@@ -315,12 +316,3 @@ class NumpyEngine:
             if len(stops) >= self._config.vocab_size:
                 violations.append(Violation("sampling.min_tokens", "every token of the vocabulary is a stop token"))
         raise_violations(violations)
-
-
-def _tokenizer(path: Path) -> Tokenizer | None:
-    if not path.is_file():
-        return None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the binding raises bare Exception for any malformed file
-        raise FailedPrecondition(f"{path.name} cannot be loaded: {error}", reason="MODEL_UNREADABLE") from error

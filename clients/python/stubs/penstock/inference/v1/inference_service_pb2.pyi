@@ -87,6 +87,7 @@ class EngineCapabilities(_message.Message):
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     SLEEP_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELDS_FIELD_NUMBER: _builtins.int
+    TRANSFER_BACKENDS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bool
     logprobs: _builtins.bool
     version_spans: _builtins.bool
@@ -103,6 +104,10 @@ class EngineCapabilities(_message.Message):
     def sampling_fields(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the chat.v1.Sampling fields that are honoured; any other that is set is refused."""
 
+    @_builtins.property
+    def transfer_backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What InitTransfer takes as its backend; empty = no transfer."""
+
     def __init__(
         self,
         *,
@@ -117,10 +122,11 @@ class EngineCapabilities(_message.Message):
         structured_output: _builtins.bool = ...,
         sleep: _builtins.bool = ...,
         sampling_fields: _abc.Iterable[_builtins.str] | None = ...,
+        transfer_backends: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "adapters", b"adapters", "in_flight_update", b"in_flight_update", "logprobs", b"logprobs", "sampling_fields", b"sampling_fields", "score", b"score", "seed", b"seed", "sleep", b"sleep", "structured_output", b"structured_output", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "adapters", b"adapters", "in_flight_update", b"in_flight_update", "logprobs", b"logprobs", "sampling_fields", b"sampling_fields", "score", b"score", "seed", b"seed", "sleep", b"sleep", "structured_output", b"structured_output", "token_ids", b"token_ids", "transfer_backends", b"transfer_backends", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,7 +327,7 @@ class GenerateRequest(_message.Message):
     token_ids: _builtins.bytes
     """Little-endian int32."""
     adapter: _builtins.str
-    """Name of a loaded adapter; empty = the base weights."""
+    """Name of a loaded adapter; empty = the base weights. Versions are then the adapter's."""
     stream: _builtins.bool
     """Without it, one `done` carries all tokens."""
     @_builtins.property
@@ -802,6 +808,7 @@ class UpdateWeightsRequest(_message.Message):
         MODE_FIELD_NUMBER: _builtins.int
         SIZE_BYTES_FIELD_NUMBER: _builtins.int
         SHA256_FIELD_NUMBER: _builtins.int
+        PATH_FIELD_NUMBER: _builtins.int
         policy_version: _builtins.int
         """Greater than the version in force."""
         format: Global___WeightFormat.ValueType
@@ -811,6 +818,10 @@ class UpdateWeightsRequest(_message.Message):
         """Bytes to come, for refusing early; unset = unknown."""
         sha256: _builtins.bytes
         """SHA-256 of all chunks, if known: a repeated push is then answered without being read."""
+        path: _builtins.str
+        """Instead of chunks: a path under the operator's weights directory (setting weights_dir), of a safetensors file or of a
+        directory of them. The files must stay as they are while their weights are in force. Empty = chunks follow.
+        """
         def __init__(
             self,
             *,
@@ -819,10 +830,11 @@ class UpdateWeightsRequest(_message.Message):
             mode: Global___PauseMode.ValueType = ...,
             size_bytes: _builtins.int | None = ...,
             sha256: _builtins.bytes | None = ...,
+            path: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["_sha256", b"_sha256", "_size_bytes", b"_size_bytes", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_sha256", b"_sha256", "_size_bytes", b"_size_bytes", "format", b"format", "mode", b"mode", "policy_version", b"policy_version", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_sha256", b"_sha256", "_size_bytes", b"_size_bytes", "format", b"format", "mode", b"mode", "path", b"path", "policy_version", b"policy_version", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         _WhichOneofReturnType__sha256: _TypeAlias = _typing.Literal["sha256"]  # noqa: Y015
         _WhichOneofArgType__sha256: _TypeAlias = _typing.Literal["_sha256", b"_sha256"]  # noqa: Y015
@@ -841,7 +853,7 @@ class UpdateWeightsRequest(_message.Message):
 
         SHA256_FIELD_NUMBER: _builtins.int
         sha256: _builtins.bytes
-        """SHA-256 of all chunks."""
+        """SHA-256 of all chunks; empty with a path."""
         def __init__(
             self,
             *,
@@ -1175,7 +1187,9 @@ class LoadAdapterRequest(_message.Message):
         path: _builtins.str
         """Instead of chunks: a path under the operator's adapter directory."""
         mode: Global___PauseMode.ValueType
-        """Unspecified = KEEP."""
+        """What becomes of completions by the version that this replaces: WAIT = they end first, ABORT = they are aborted.
+        Unspecified = KEEP: they go on by the version that they began with, and their spans say so.
+        """
         def __init__(
             self,
             *,

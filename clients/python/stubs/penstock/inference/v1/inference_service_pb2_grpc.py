@@ -30,7 +30,8 @@ class InferenceServiceStub(object):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while an engine that died
+    starts again, with the weights and the version that it had.
     """
 
     def __init__(self, channel):
@@ -146,7 +147,8 @@ class InferenceServiceServicer(object):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while an engine that died
+    starts again, with the weights and the version that it had.
     """
 
     def GetInfo(self, request, context):
@@ -168,7 +170,8 @@ class InferenceServiceServicer(object):
         """Samples one completion: `started`, then `delta` unless the request asked for none, then `done`. Cancelling the call
         aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT).
         An abort from elsewhere is not an error: `done` with FINISH_REASON_ABORT and the tokens so far.
-        Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo).
+        Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
+        INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -221,8 +224,9 @@ class InferenceServiceServicer(object):
         version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
         unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
         that was lost can be asked for again.
-        Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE), DATA_LOSS
-        (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE).
+        Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE, PATHS_OFF,
+        WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS:
+        another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -230,6 +234,7 @@ class InferenceServiceServicer(object):
 
     def InitTransfer(self, request, context):
         """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+        Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -262,7 +267,8 @@ class InferenceServiceServicer(object):
     def LoadAdapter(self, request_iterator, context):
         """Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
         that are in force are a success.
-        Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER), DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
+        Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, PATHS_OFF), INVALID_ARGUMENT (ADAPTER_INVALID, PATH_REFUSED),
+        DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT, UPDATE_TOO_LARGE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -419,7 +425,8 @@ class InferenceService(object):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while an engine that died
+    starts again, with the weights and the version that it had.
     """
 
     @staticmethod

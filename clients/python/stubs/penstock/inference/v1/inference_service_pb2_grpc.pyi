@@ -31,7 +31,8 @@ class InferenceServiceStub:
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while an engine that died
+    starts again, with the weights and the version that it had.
     """
 
     @_typing.overload
@@ -48,7 +49,8 @@ class InferenceServiceStub:
     """Samples one completion: `started`, then `delta` unless the request asked for none, then `done`. Cancelling the call
     aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT).
     An abort from elsewhere is not an error: `done` with FINISH_REASON_ABORT and the tokens so far.
-    Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo).
+    Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
+    INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
     """
     Score: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.ScoreRequest, _inference_service_pb2.ScoreResponse]
     """Logprobs of given tokens under the present weights."""
@@ -67,11 +69,14 @@ class InferenceServiceStub:
     version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
     unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
     that was lost can be asked for again.
-    Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE), DATA_LOSS
-    (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE).
+    Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE, PATHS_OFF,
+    WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS:
+    another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
     """
     InitTransfer: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.InitTransferRequest, _inference_service_pb2.InitTransferResponse]
-    """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means."""
+    """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+    Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
+    """
     StartTransfer: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.StartTransferRequest, _inference_service_pb2.StartTransferResponse]
     """Second: a new version begins.
     Errors: ABORTED (UPDATE_IN_PROGRESS), FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER).
@@ -87,7 +92,8 @@ class InferenceServiceStub:
     LoadAdapter: _grpc.StreamUnaryMultiCallable[_inference_service_pb2.LoadAdapterRequest, _inference_service_pb2.LoadAdapterResponse]
     """Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
     that are in force are a success.
-    Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER), DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
+    Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, PATHS_OFF), INVALID_ARGUMENT (ADAPTER_INVALID, PATH_REFUSED),
+    DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT, UPDATE_TOO_LARGE).
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_inference_service_pb2.UnloadAdapterRequest, _inference_service_pb2.UnloadAdapterResponse]
     """Idempotent."""
@@ -106,7 +112,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while an engine that died
+    starts again, with the weights and the version that it had.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -120,7 +127,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Samples one completion: `started`, then `delta` unless the request asked for none, then `done`. Cancelling the call
     aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT).
     An abort from elsewhere is not an error: `done` with FINISH_REASON_ABORT and the tokens so far.
-    Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo).
+    Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
+    INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
     """
     Score: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.ScoreRequest, _inference_service_pb2.ScoreResponse]  # type: ignore[assignment]
     """Logprobs of given tokens under the present weights."""
@@ -139,11 +147,14 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
     unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
     that was lost can be asked for again.
-    Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE), DATA_LOSS
-    (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE).
+    Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE, PATHS_OFF,
+    WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS:
+    another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
     """
     InitTransfer: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.InitTransferRequest, _inference_service_pb2.InitTransferResponse]  # type: ignore[assignment]
-    """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means."""
+    """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+    Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
+    """
     StartTransfer: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.StartTransferRequest, _inference_service_pb2.StartTransferResponse]  # type: ignore[assignment]
     """Second: a new version begins.
     Errors: ABORTED (UPDATE_IN_PROGRESS), FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER).
@@ -159,7 +170,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     LoadAdapter: _aio.StreamUnaryMultiCallable[_inference_service_pb2.LoadAdapterRequest, _inference_service_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
     that are in force are a success.
-    Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER), DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
+    Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, PATHS_OFF), INVALID_ARGUMENT (ADAPTER_INVALID, PATH_REFUSED),
+    DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT, UPDATE_TOO_LARGE).
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_inference_service_pb2.UnloadAdapterRequest, _inference_service_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Idempotent."""
@@ -177,7 +189,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Errors common to all RPCs: UNAUTHENTICATED (CREDENTIAL_MISSING, CREDENTIAL_INVALID), PERMISSION_DENIED (ROLE_NOT_ALLOWED),
     INVALID_ARGUMENT with BadRequest field violations, UNIMPLEMENTED (CAPABILITY_MISSING: the engine does not declare it),
-    UNAVAILABLE (ENGINE_CLOSED) while the service stops.
+    UNAVAILABLE (ENGINE_CLOSED) while the service stops, UNAVAILABLE (ENGINE_DIED, with RetryInfo) while an engine that died
+    starts again, with the weights and the version that it had.
     """
 
     @_abc_1.abstractmethod
@@ -207,7 +220,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Samples one completion: `started`, then `delta` unless the request asked for none, then `done`. Cancelling the call
         aborts the generation. A request_id that is in flight is refused with ALREADY_EXISTS (REQUEST_IN_FLIGHT).
         An abort from elsewhere is not an error: `done` with FINISH_REASON_ABORT and the tokens so far.
-        Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo).
+        Errors: FAILED_PRECONDITION (POLICY_VERSION_UNAVAILABLE), RESOURCE_EXHAUSTED (QUEUE_FULL, with RetryInfo),
+        INVALID_ARGUMENT (GENERATE_REQUEST_INVALID, ADAPTER_UNKNOWN).
         """
 
     @_abc_1.abstractmethod
@@ -268,8 +282,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         version in force. Requests in flight go on under the new weights from their next token (their spans say from where)
         unless `begin.mode` says otherwise. A push of the version and digest that are in force is a success, so that an answer
         that was lost can be asked for again.
-        Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE), DATA_LOSS
-        (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS: another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE).
+        Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, TENSOR_UNKNOWN, TENSOR_MISSING, TENSOR_SHAPE, PATHS_OFF,
+        WEIGHTS_LOST), INVALID_ARGUMENT (WEIGHTS_INVALID, PATH_REFUSED), DATA_LOSS (DIGEST_MISMATCH), ABORTED (UPDATE_IN_PROGRESS:
+        another push runs), RESOURCE_EXHAUSTED (UPDATE_TOO_LARGE), INTERNAL (WEIGHTS_NOT_LOADED).
         """
 
     @_abc_1.abstractmethod
@@ -278,7 +293,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_service_pb2.InitTransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_service_pb2.InitTransferResponse, _abc.Awaitable[_inference_service_pb2.InitTransferResponse]]:
-        """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means."""
+        """The four-call transfer for trainers that move weights by their own means (NCCL, IPC): agree on the means.
+        Errors, of all four: INVALID_ARGUMENT (TRANSFER_REFUSED).
+        """
 
     @_abc_1.abstractmethod
     def StartTransfer(
@@ -318,7 +335,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_inference_service_pb2.LoadAdapterResponse, _abc.Awaitable[_inference_service_pb2.LoadAdapterResponse]]:
         """Loads an adapter (LoRA) beside the base weights, or a newer version of one under its name. Atomic. The version and digest
         that are in force are a success.
-        Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER), DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT).
+        Errors: FAILED_PRECONDITION (POLICY_VERSION_NOT_NEWER, PATHS_OFF), INVALID_ARGUMENT (ADAPTER_INVALID, PATH_REFUSED),
+        DATA_LOSS (DIGEST_MISMATCH), RESOURCE_EXHAUSTED (ADAPTER_LIMIT, UPDATE_TOO_LARGE).
         """
 
     @_abc_1.abstractmethod

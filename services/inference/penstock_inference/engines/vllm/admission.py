@@ -1,0 +1,148 @@
+"""Who may run: requests queue here, not inside vLLM, so that a pause holds them before a policy version is theirs.
+
+Belongs to one event loop. First come, first served, but for requests that wait for a version to come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock_chassis.errors import FailedPrecondition, PenstockError, ResourceExhausted
+from penstock_inference.engines.base import GenerateRequest
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A request's place in the queue; the answer is whether it may run (False: it was aborted)."""
+
+    request: GenerateRequest
+    answer: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Admission:
+    """Lets requests run while it is open.
+
+    Args:
+        limit: how many may run at once.
+        max_waiting: how many may wait beside them.
+        version_of: the policy version in force for a request's adapter ("" for the base weights); it may raise.
+    """
+
+    def __init__(self, limit: int, max_waiting: int, version_of: Callable[[str], int]) -> None:
+        self._limit = limit
+        self._max_waiting = max_waiting
+        self._version_of = version_of
+        self._waiting: list[Place] = []
+        self._holds = 0
+        self._idle: list[asyncio.Future[None]] = []
+        self.running = 0
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
+
+    def hold(self) -> None:
+        """Let nobody in, until as many calls of `release` as of this."""
+        self._holds += 1
+
+    def release(self) -> None:
+        """The opposite of `hold`."""
+        self._holds -= 1
+        self.look()
+
+    async def enter(self, request: GenerateRequest) -> bool:
+        """Wait to run; False when aborted meanwhile. Who was let in says so with `leave`.
+
+        Raises ResourceExhausted (QUEUE_FULL), FailedPrecondition (POLICY_VERSION_UNAVAILABLE), what `version_of` does.
+        """
+        if self.running + len(self._waiting) >= self._limit + self._max_waiting:
+            raise ResourceExhausted(
+                f"{self.running} requests run and {len(self._waiting)} wait, which is as many as may",
+                reason="QUEUE_FULL",
+                retry_after_s=1.0,
+            )
+        place = Place(request)
+        self._waiting.append(place)
+        self.look()
+        try:
+            return await place.answer
+        except asyncio.CancelledError:
+            if place.answer.done() and not place.answer.cancelled() and not place.answer.exception():
+                if place.answer.result():
+                    self.leave()
+            else:
+                self._waiting.remove(place)
+            raise
+
+    def leave(self) -> None:
+        """A request that was let in is over."""
+        self.running -= 1
+        if not self.running:
+            self.wake_idle()
+        self.look()
+
+    def look(self) -> None:
+        """Let in whom there is room for, and refuse whom no version will come for. Call it when versions change."""
+        if self._holds:
+            return
+        kept: list[Place] = []
+        for n, place in enumerate(self._waiting):
+            if self.running >= self._limit:
+                kept += self._waiting[n:]
+                break
+            if place.answer.done():  # cancelled, and about to say so
+                kept.append(place)
+                continue
+            try:
+                may_run = self._version_fits(place.request)
+            except PenstockError as error:
+                place.answer.set_exception(error)
+                continue
+            if may_run:
+                self.running += 1
+                place.answer.set_result(True)
+            else:
+                kept.append(place)
+        self._waiting = kept
+
+    def abort(self, chosen: Callable[[GenerateRequest], bool]) -> int:
+        """End those that wait and for which `chosen` holds; how many."""
+        ended = [place for place in self._waiting if chosen(place.request) and not place.answer.done()]
+        self._waiting = [place for place in self._waiting if place not in ended]
+        for place in ended:
+            place.answer.set_result(False)
+        return len(ended)
+
+    def fail(self, error: Callable[[], PenstockError]) -> None:
+        """End all that wait, each with an error of its own."""
+        ended = [place for place in self._waiting if not place.answer.done()]
+        self._waiting = [place for place in self._waiting if place.answer.done()]
+        for place in ended:
+            place.answer.set_exception(error())
+
+    async def idle(self) -> None:
+        """Until nothing runs, or `wake_idle`."""
+        if self.running:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._idle.append(future)
+            await future
+
+    def wake_idle(self) -> None:
+        """End all waits for idleness."""
+        waits, self._idle = self._idle, []
+        for future in waits:
+            if not future.done():
+                future.set_result(None)
+
+    def _version_fits(self, request: GenerateRequest) -> bool:
+        version = self._version_of(request.adapter)
+        if request.exact_policy_version not in (None, version):
+            raise FailedPrecondition(
+                f"policy version {request.exact_policy_version} was asked for and {version} is in force",
+                reason="POLICY_VERSION_UNAVAILABLE",
+                metadata={"policy_version": str(version)},
+            )
+        return request.min_policy_version is None or request.min_policy_version <= version

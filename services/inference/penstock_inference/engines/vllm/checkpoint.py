@@ -1,0 +1,179 @@
+"""Which file has which tensor of the weights in force, and what a push must be to replace them.
+
+The weights stay in files: those of the model directory at first, then those that were pushed. A partial push replaces
+some of them; what is loaded is always the whole model, because vLLM fuses and repacks tensors and can only be trusted
+with all of a layer. Names, shapes and finiteness are checked before a running engine hears of anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_inference.engines.base import UpdateFormat
+
+Shape = tuple[int, ...]
+
+# A float is not finite when all bits of its exponent are set.
+_EXPONENTS: Mapping[str, tuple[str, int]] = {
+    "F64": ("<u8", 0x7FF0_0000_0000_0000),
+    "F32": ("<u4", 0x7F80_0000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+_CHECK_AT_ONCE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The weights in force.
+
+    `shapes` are the model's tensors by published name, `sources` the file of each. Without `shapes` (no safetensors in
+    the model directory) nothing can be pushed.
+    """
+
+    shapes: Mapping[str, Shape]
+    sources: Mapping[str, Path]
+    tied: bool
+
+    @classmethod
+    def read(cls, model_dir: Path) -> Checkpoint:
+        """Of a model directory. Raises FailedPrecondition (MODEL_UNREADABLE)."""
+        try:
+            tied = bool(json.loads((model_dir / "config.json").read_text("utf-8")).get("tie_word_embeddings"))
+            headers = {path: _header(path) for path in sorted(model_dir.glob("*.safetensors"))}
+        except (OSError, ValueError, InvalidArgument) as error:
+            raise FailedPrecondition(f"cannot read the model: {error}", reason="MODEL_UNREADABLE") from error
+        shapes = {name: tensor.shape for tensors in headers.values() for name, tensor in tensors.items()}
+        return cls(shapes, {name: path for path, tensors in headers.items() for name in tensors}, tied)
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    def updated(self, files: Iterable[Path], update_format: UpdateFormat) -> Checkpoint:
+        """With the tensors of these files, which are read through once.
+
+        Raises FailedPrecondition (TENSOR_MISSING, TENSOR_UNKNOWN, TENSOR_SHAPE) or InvalidArgument (WEIGHTS_INVALID,
+        TENSOR_NOT_FINITE), naming every tensor at fault.
+        """
+        found: dict[str, Path] = {}
+        unknown, misshapen, infinite = [], [], []
+        for path in files:
+            for name, tensor in _header(path).items():
+                if name not in self.shapes:
+                    if not (name == "lm_head.weight" and self.tied) and not name.endswith("rotary_emb.inv_freq"):
+                        unknown.append(Violation(name, "is not a tensor of this model"))
+                elif tensor.shape != self.shapes[name]:
+                    text = f"has shape {tensor.shape}, the model's is {self.shapes[name]}"
+                    misshapen.append(Violation(name, text))
+                elif not _finite(path, tensor):
+                    infinite.append(Violation(name, "holds a value that is not finite"))
+                else:
+                    found[name] = path
+        absent = self.shapes.keys() - found.keys() if update_format is UpdateFormat.FULL else set()
+        missing = [Violation(name, "is missing") for name in sorted(absent)] if not (misshapen or infinite) else []
+        for kind, reason, violations in (
+            (FailedPrecondition, "TENSOR_SHAPE", misshapen),
+            (InvalidArgument, "TENSOR_NOT_FINITE", infinite),
+            (FailedPrecondition, "TENSOR_MISSING", missing),
+            (FailedPrecondition, "TENSOR_UNKNOWN", unknown),
+        ):
+            if violations:
+                first = f"{violations[0].field} {violations[0].description}"
+                raise kind(f"the weights do not fit the model: {first}", reason=reason, violations=violations)
+        return Checkpoint(self.shapes, {**self.sources, **found}, self.tied)
+
+    def plan(self) -> list[list[Any]]:
+        """What the workers load: `[file, [names]]`, in a form that crosses process borders."""
+        by_file: dict[Path, list[str]] = {}
+        for name, path in self.sources.items():
+            by_file.setdefault(path, []).append(name)
+        return [[str(path), sorted(names)] for path, names in sorted(by_file.items())]
+
+
+class Spool:
+    """A directory of pushed files; those that no tensor comes from any more are removed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._count = 0
+
+    def new(self) -> Path:
+        """A path for a file to come."""
+        self._count += 1
+        return self._directory / f"push-{self._count}.safetensors"
+
+    def take(self, path: Path) -> Path:
+        """Move a file in."""
+        target = self.new()
+        shutil.move(path, target)
+        return target
+
+    def keep_only(self, paths: Iterable[Path]) -> None:
+        """Remove all others."""
+        kept = set(paths)
+        for path in self._directory.glob("push-*.safetensors"):
+            if path not in kept:
+                path.unlink(missing_ok=True)
+
+
+def files_of(path: Path) -> list[Path]:
+    """A safetensors file, or those of a directory. Raises InvalidArgument when there are none."""
+    found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
+    if not found:
+        raise InvalidArgument(
+            f"there is no safetensors file at {path.name}",
+            reason="WEIGHTS_INVALID",
+            violations=[Violation("path", "names no safetensors file and no directory of them")],
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    dtype: str
+    shape: Shape
+    start: int
+    """Offset in the file, in bytes."""
+    size: int
+
+
+def _header(path: Path) -> dict[str, _Tensor]:
+    """Every tensor of a file. Raises InvalidArgument (WEIGHTS_INVALID) when it is none."""
+    try:
+        # The library's own reader holds the format's rules: offsets, sizes, overlaps.
+        with safe_open(path, framework="np"):
+            pass
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(length))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise InvalidArgument(f"not a safetensors file: {error}", reason="WEIGHTS_INVALID") from error
+    entries.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in entries.items():
+        start, end = entry["data_offsets"]
+        tensors[name] = _Tensor(entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
+    return tensors
+
+
+def _finite(path: Path, tensor: _Tensor) -> bool:
+    if tensor.dtype not in _EXPONENTS or not tensor.size:
+        return True
+    dtype, mask = _EXPONENTS[tensor.dtype]
+    numbers = np.memmap(path, dtype, "r", tensor.start, (tensor.size // np.dtype(dtype).itemsize,))
+    return not any(
+        bool(((numbers[at : at + _CHECK_AT_ONCE] & mask) == mask).any())
+        for at in range(0, numbers.size, _CHECK_AT_ONCE)
+    )

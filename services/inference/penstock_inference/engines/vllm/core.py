@@ -1,0 +1,314 @@
+"""What the parts of the vLLM engine share: the running vLLM, its weights and their version, and who may be at it.
+
+Invariants
+- A token's version is that of the weights that sampled it: weights change only while vLLM stands still (`stopped`), and
+  what was sampled before has been taken in by then.
+- `checkpoint` and `version` always say what is in force; a vLLM that died is started again with exactly these, and one
+  whose weights are in doubt is made to die.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import structlog
+
+from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError
+from penstock_inference.engines.base import EngineOptions, FinishReason, GenerateRequest, PauseMode
+from penstock_inference.engines.vllm.adapters import AdapterTable, LoadedAdapter
+from penstock_inference.engines.vllm.admission import Admission
+from penstock_inference.engines.vllm.checkpoint import Checkpoint, Spool
+from penstock_inference.engines.vllm.features import Features
+from penstock_inference.engines.vllm.flight import Flight
+from penstock_inference.engines.vllm.options import VllmOptions, engine_arguments
+from penstock_inference.engines.vllm.runtime import Runtime, engine_died
+
+MAX_RESTARTS = 3
+"""Deaths without a completion in between, after which the engine stays dead."""
+_REMEMBERED_VERSIONS = 16
+
+_Result = TypeVar("_Result")
+_log = structlog.get_logger("penstock.inference")
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the engine opened."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    by_version: dict[int, int] = field(default_factory=dict)
+
+    def add(self, flight: Flight) -> None:
+        """A flight that is over."""
+        self.prompt_tokens += flight.request.prompt_token_ids.size - flight.cached
+        self.cached_tokens += flight.cached
+        self.sampled_tokens += len(flight.token_ids)
+        self.failed += flight.error is not None
+        self.aborted += flight.error is None and flight.finish in (None, FinishReason.ABORT)
+        self.finished += flight.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        for span in flight.spans():
+            self.by_version[span.policy_version] = self.by_version.get(span.policy_version, 0) + span.end - span.start
+        while len(self.by_version) > _REMEMBERED_VERSIONS:
+            del self.by_version[min(self.by_version)]
+
+
+class Core:
+    """One engine's shared state; its methods belong to one event loop."""
+
+    def __init__(
+        self, options: EngineOptions, chosen: VllmOptions, features: Features, checkpoint: Checkpoint, spool: Spool
+    ) -> None:
+        self.options = options
+        self.chosen = chosen
+        self.features = features
+        self.checkpoint = checkpoint
+        self.spool = spool
+        self.version = 0
+        self.label = ""
+        self.unsaved = False
+        """The weights in force came by a transfer and are in no file."""
+        self.adapters = AdapterTable(chosen.max_adapters, chosen.max_adapter_rank)
+        self.admission = Admission(options.max_concurrency, options.max_waiting, self.version_of)
+        self.flights: set[Flight] = set()
+        """Those that were let in."""
+        self.counts = Counts()
+        self._arguments: Mapping[str, Any] = engine_arguments(options, chosen, features)
+        self._original = checkpoint
+        self._runtime: Runtime | None = None
+        self._absent: Callable[[], PenstockError] = engine_died
+        """What is said while there is no vLLM."""
+        self._restarts = 0
+        self._keeper: asyncio.Task[None] | None = None
+        self._drops: set[asyncio.Task[None]] = set()
+        self._frozen_for: set[str] = set()
+        self._frozen = False
+        self._freezing = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start vLLM, and from now on a new one whenever it dies. Raises FailedPrecondition (ENGINE_NOT_STARTED)."""
+        self._runtime = await self._new_life()
+        self._keeper = asyncio.create_task(self._keep_alive(), name="vllm-keeper")
+
+    async def aclose(self, error: Callable[[], PenstockError]) -> None:
+        """End everything with `error`. Idempotent."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.wait((keeper, *self._drops))
+        runtime, self._runtime = self._runtime, None
+        self._gone(error)
+        if runtime is not None:
+            await runtime.aclose()
+
+    @property
+    def runtime(self) -> Runtime:
+        """Raises Unavailable (ENGINE_DIED, ENGINE_CLOSED) or Internal (ENGINE_FAILED) when there is none."""
+        if self._runtime is None or not self._runtime.alive:
+            raise self._absent()
+        return self._runtime
+
+    @property
+    def frozen_by_pause(self) -> bool:
+        """Whether a pause stopped vLLM itself."""
+        return "pause" in self._frozen_for
+
+    def version_of(self, adapter: str) -> int:
+        """The version in force of the base weights (""), or of an adapter; raises what `AdapterTable.get` does."""
+        return self.adapters.get(adapter).info.policy_version if adapter else self.version
+
+    async def ask(self, call: Callable[[Any], Awaitable[_Result]]) -> _Result:
+        """One of vLLM's calls: `await core.ask(lambda llm: llm.abort("r"))`."""
+        runtime = self.runtime
+        return await runtime.ask(call(runtime.llm))
+
+    async def load(self, checkpoint: Checkpoint) -> None:
+        """Have all workers load these weights; call it while vLLM stands still.
+
+        Raises Internal (WEIGHTS_NOT_LOADED) when that fails, and starts vLLM again with the weights in force: what half
+        a load leaves behind nobody can tell.
+        """
+        await self._load(self.runtime, checkpoint)
+
+    async def put_in_force(self, version: int, label: str, checkpoint: Checkpoint | None) -> None:
+        """Say which weights vLLM has now; `checkpoint` is None for those that are in no file."""
+        if self.features.weight_version:
+            await self.ask(lambda llm: llm.update_weight_version(str(version)))
+        self.version, self.label = version, label
+        self.unsaved = checkpoint is None
+        if checkpoint is not None:
+            self.checkpoint = checkpoint
+        for flight in self.flights:
+            if not flight.pinned:
+                flight.version = version
+        self.admission.look()
+
+    async def freeze(self, reason: str) -> None:
+        """Stop vLLM between two steps, until `thaw` was called for every reason."""
+        self._frozen_for.add(reason)
+        await self._settle()
+
+    async def thaw(self, reason: str) -> None:
+        """Let it go on, if nothing else keeps it."""
+        self._frozen_for.discard(reason)
+        if self._runtime is not None and self._runtime.alive:
+            await self._settle()
+
+    @asynccontextmanager
+    async def stopped(self, mode: PauseMode) -> AsyncIterator[None]:
+        """Inside, vLLM stands still, what it sampled has been taken in, and nobody is let in. See `PauseMode`."""
+        self.admission.hold()
+        try:
+            if mode is PauseMode.WAIT and not self.frozen_by_pause:
+                await self.admission.idle()
+            await self.freeze("update")
+            try:
+                if mode is PauseMode.ABORT:
+                    await self.abort(lambda _: True, waiting=False)
+                yield
+            finally:
+                await self.thaw("update")
+        finally:
+            self.admission.release()
+
+    async def abort(self, chosen: Callable[[GenerateRequest], bool], *, waiting: bool = True) -> int:
+        """End the generations for which `chosen` holds; how many."""
+        count = self.admission.abort(chosen) if waiting else 0
+        self.counts.aborted += count
+        for flight in [f for f in self.flights if not f.over and not f.aborted and chosen(f.request)]:
+            count += 1
+            flight.aborted = True
+            if flight.handed_over:
+                await self.abort_in_vllm(flight)
+        return count
+
+    async def abort_in_vllm(self, flight: Flight) -> None:
+        """Harmless when it is over there."""
+        await self.ask(lambda llm: llm.abort(flight.request.request_id))
+
+    async def add_adapter(self, adapter: LoadedAdapter) -> None:
+        """Have vLLM load it; raises what vLLM does."""
+        await self.ask(lambda llm: llm.add_lora(adapter.request()))
+
+    def came_to_an_end(self, flight: Flight) -> None:
+        """A flight is over, or nobody wants it any more."""
+        self.flights.discard(flight)
+        self.counts.add(flight)
+        if flight.finish is not None:
+            self._restarts = 0
+
+    def drop_if_unused(self, adapter: LoadedAdapter) -> None:
+        """Have vLLM forget a version of an adapter that was replaced, once nobody uses it."""
+        if adapter.replaced and not adapter.users and self._keeper is not None:
+            task = asyncio.create_task(self._drop(adapter), name="vllm-drop-adapter")
+            self._drops.add(task)
+            task.add_done_callback(self._drops.discard)
+
+    async def _drop(self, adapter: LoadedAdapter) -> None:
+        try:
+            await self.ask(lambda llm: llm.remove_lora(adapter.number))
+        except PenstockError:
+            return  # vLLM is gone, and the adapter with it
+        except Exception:  # noqa: BLE001 - it costs memory and nothing else
+            _log.exception("an adapter could not be dropped", adapter=adapter.info.name)
+
+    async def _settle(self) -> None:
+        async with self._freezing:
+            wanted = bool(self._frozen_for)
+            if wanted == self._frozen:
+                return
+            if wanted:
+                await self.ask(lambda llm: llm.pause_generation(mode="keep", clear_cache=False))
+                await self._taken_in()
+            else:
+                await self.ask(lambda llm: llm.resume_generation())
+            self._frozen = wanted
+
+    async def _taken_in(self) -> None:
+        """What was sampled before vLLM stood still is on its way through its own tasks, then through ours."""
+        if self.features.version_spans:
+            return  # it labels each token itself
+        before = -1
+        while before != (now := sum(len(flight.token_ids) for flight in self.flights)):
+            before = now
+            await asyncio.sleep(0.02)
+
+    async def _load(self, runtime: Runtime, checkpoint: Checkpoint) -> None:
+        plan = await asyncio.to_thread(checkpoint.plan)
+        try:
+            await runtime.ask(runtime.llm.collective_rpc("penstock_load", args=(plan,)))
+        except PenstockError:
+            raise
+        except Exception as error:
+            _log.exception("the workers could not load the weights")
+            runtime.kill()
+            raise Internal(
+                "the workers could not load the weights; the engine starts again with those that it had",
+                reason="WEIGHTS_NOT_LOADED",
+            ) from error
+
+    async def _new_life(self) -> Runtime:
+        """A vLLM with what is in force; nobody hears of it before."""
+        if self.unsaved:
+            raise FailedPrecondition(
+                "the weights in force came by a transfer and are lost with the engine's processes",
+                reason="WEIGHTS_LOST",
+            )
+        runtime = await Runtime.start(self._arguments, self.chosen.transfer_backend)
+        try:
+            await runtime.ask(runtime.llm.collective_rpc("penstock_follow", args=(os.getpid(),)))
+            if self.features.weight_version:
+                await runtime.ask(runtime.llm.update_weight_version(str(self.version)))
+            if self.checkpoint is not self._original:
+                await self._load(runtime, self.checkpoint)
+            for adapter in self.adapters:
+                await runtime.ask(runtime.llm.add_lora(adapter.request()))
+            if self._frozen_for:
+                await runtime.ask(runtime.llm.pause_generation(mode="keep", clear_cache=False))
+        except BaseException:
+            await runtime.aclose()
+            raise
+        self._frozen = bool(self._frozen_for)
+        return runtime
+
+    async def _keep_alive(self) -> None:
+        while (runtime := self._runtime) is not None:
+            await runtime.died()
+            self._runtime = None
+            self.admission.hold()
+            self._gone(engine_died)
+            await runtime.aclose()
+            self._restarts += 1
+            try:
+                if self._restarts > MAX_RESTARTS:
+                    raise Internal(f"vLLM died {self._restarts} times without a completion", reason="ENGINE_FAILED")
+                self._runtime = await self._new_life()
+            except Exception as error:  # noqa: BLE001 - told to everybody from here on
+                _log.exception("the engine stays dead")
+                why = error.message if isinstance(error, PenstockError) else type(error).__name__
+                self._gone(partial(_failed, why))
+            else:
+                _log.info("vLLM runs again", policy_version=self.version)
+            self.admission.release()
+
+    def _gone(self, error: Callable[[], PenstockError]) -> None:
+        """Nobody may wait for what will not come; each hears an error of his own, which grows as it is raised."""
+        self._absent = error
+        self.admission.fail(error)
+        self.admission.wake_idle()
+        for flight in self.flights:
+            flight.fail(error())
+
+
+def _failed(why: str) -> Internal:
+    return Internal(f"the engine failed: {why}; restart the inference service", reason="ENGINE_FAILED")

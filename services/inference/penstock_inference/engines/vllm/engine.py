@@ -1,0 +1,325 @@
+"""The vLLM engine as the service drives it. See `base.Engine` and `optional` for what each method promises.
+
+What vLLM is asked for is small: generate from token ids, abort, stand still and go on, load, adapters, sleep. Queueing,
+waiting for a version, pausing with WAIT or ABORT and stop texts are done here, the same on every version of vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from penstock_chassis.errors import FailedPrecondition, PenstockError, Unavailable, Violation
+from penstock_inference.engines.base import (
+    SAMPLING_FIELDS,
+    Capabilities,
+    EngineInfo,
+    EngineOptions,
+    EngineStats,
+    GenerateEvent,
+    GenerateRequest,
+    LogprobsMode,
+    PauseMode,
+    Scores,
+    Tensors,
+    TokenIds,
+    UpdateFormat,
+    UpdatePhases,
+)
+from penstock_inference.engines.checks import raise_violations
+from penstock_inference.engines.optional import AdapterInfo, AdapterSource
+from penstock_inference.engines.stops import load_tokenizer
+from penstock_inference.engines.vllm.adapters import adapter_invalid
+from penstock_inference.engines.vllm.checkpoint import Checkpoint, Spool
+from penstock_inference.engines.vllm.core import Core
+from penstock_inference.engines.vllm.features import Features
+from penstock_inference.engines.vllm.generation import Generations
+from penstock_inference.engines.vllm.options import VllmOptions
+from penstock_inference.engines.vllm.updates import Updates
+
+_log = structlog.get_logger("penstock.inference")
+
+
+class VllmEngine:
+    """vLLM behind `base.Engine`, with adapters, sleep, weights as files and transfers where they were asked for."""
+
+    def __init__(self, core: Core, generations: Generations, info: EngineInfo, directory: Any) -> None:
+        self._core = core
+        self._generations = generations
+        self._updates = Updates(core)
+        self._info = info
+        self._directory = directory
+        """Pushed weights; removed at the end."""
+        self._paused = False
+        self._asleep = 0
+        """Level of the sleep; 0 is awake."""
+        self._closed = False
+
+    @classmethod
+    async def open(cls, options: EngineOptions) -> VllmEngine:
+        """Start vLLM on the model directory."""
+        features = Features.detect()
+        chosen = VllmOptions.parse(options.extra)
+        checkpoint = await asyncio.to_thread(Checkpoint.read, options.model_dir)
+        tokenizer = await asyncio.to_thread(load_tokenizer, options.model_dir / "tokenizer.json")
+        directory = tempfile.TemporaryDirectory(prefix="weights-", dir=options.work_dir)
+        core = Core(options, chosen, features, checkpoint, Spool(Path(directory.name)))
+        try:
+            await core.start()
+            config = core.runtime.llm.model_config
+            stops = _stop_token_ids(config)
+            info = EngineInfo(
+                engine="vllm",
+                engine_version=features.version,
+                model=options.model_name,
+                vocab_size=int(config.get_vocab_size()),
+                max_context_tokens=int(config.max_model_len),
+                max_concurrency=options.max_concurrency,
+                stop_token_ids=stops,
+                sampling_fields=tuple(name for name in SAMPLING_FIELDS if name != "stop" or tokenizer is not None),
+                dtype=str(config.dtype).removeprefix("torch."),
+                parameter_count=checkpoint.parameter_count,
+                logprobs_mode=LogprobsMode.PROCESSED,
+                capabilities=Capabilities(
+                    version_spans=features.version_spans,
+                    in_flight_update=bool(checkpoint.shapes),
+                    weight_update=bool(checkpoint.shapes),
+                    score=True,
+                    seed=True,
+                    adapters=chosen.max_adapters > 0,
+                    sleep=chosen.sleep,
+                    transfer_backends=(chosen.transfer_backend,) if chosen.transfer_backend else (),
+                ),
+                policy_version=0,
+                policy_label="",
+                paused=False,
+            )
+            generations = Generations(core, info.vocab_size, info.max_context_tokens, stops, tokenizer)
+        except BaseException:
+            await core.aclose(_closed)
+            await asyncio.to_thread(directory.cleanup)
+            raise
+        _log.info("vllm", version=features.version, platform=features.platform, version_spans=features.version_spans)
+        return cls(core, generations, info, directory)
+
+    def info(self) -> EngineInfo:
+        """What this engine is, now."""
+        core = self._core
+        return replace(
+            self._info,
+            policy_version=core.version,
+            policy_label=core.label,
+            paused=self._paused or self._asleep > 0,
+        )
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges."""
+        core = self._core
+        try:
+            gauges = core.runtime.gauges
+            steps, cache_use = gauges.steps, gauges.cache_use
+        except PenstockError:
+            steps, cache_use = 0, 0.0
+        counts = core.counts
+        return EngineStats(
+            running=sum(not flight.over and not flight.aborted for flight in core.flights),
+            waiting=core.admission.waiting,
+            slots=self._info.max_concurrency,
+            cache_use=cache_use,
+            policy_version=core.version,
+            paused=self._paused or self._asleep > 0,
+            steps=steps,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            sampled_tokens=counts.sampled_tokens,
+            finished=counts.finished,
+            aborted=counts.aborted,
+            failed=counts.failed,
+            tokens_by_version=dict(counts.by_version),
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """Sample a completion."""
+        async with aclosing(self._generations.generate(request)) as events:
+            async for event in events:
+                yield event
+
+    async def score(self, token_ids: TokenIds, temperature: float = 1.0, adapter: str = "") -> Scores:
+        """Logprobs of `token_ids[1:]`; only at temperature 1."""
+        return await self._generations.score(token_ids, temperature, adapter)
+
+    async def abort(
+        self, *, request_ids: Sequence[str] = (), session_id: str | None = None, everything: bool = False
+    ) -> int:
+        """End the generations named; how many were ended."""
+        ids = frozenset(request_ids)
+        return await self._core.abort(
+            lambda r: everything or r.request_id in ids or (bool(session_id) and r.session_id == session_id)
+        )
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling; returns once it has stopped."""
+        core = self._core
+        was_paused = self._paused
+        core.runtime  # noqa: B018 - raises when there is none
+        if not was_paused:
+            self._paused = True
+            core.admission.hold()
+        if mode is PauseMode.WAIT:
+            await core.admission.idle()
+            return
+        try:
+            await core.freeze("pause")
+            core.admission.wake_idle()
+            if mode is PauseMode.ABORT:
+                await core.abort(lambda _: True)
+        except PenstockError:
+            # Who hears that it failed will not resume.
+            if not was_paused:
+                await self.resume()
+            raise
+
+    async def resume(self) -> None:
+        """Go on after a pause."""
+        if self._paused:
+            self._paused = False
+            await self._core.thaw("pause")
+            self._core.admission.release()
+            self._core.admission.wake_idle()
+
+    async def begin_update(self, version: int, label: str, update_format: UpdateFormat) -> None:
+        """Open the one update that may be open."""
+        await self._updates.begin(version, label, update_format)
+
+    async def push_tensors(self, tensors: Tensors) -> None:
+        """Add tensors to the open update."""
+        await self._updates.push_tensors(tensors)
+
+    async def push_file(self, path: Path) -> None:
+        """Add a file, which is taken away."""
+        await self._updates.push_file(path)
+
+    async def push_path(self, path: Path) -> None:
+        """Add a file, or a directory's, which stay."""
+        await self._updates.push_path(path)
+
+    async def commit_update(self, mode: PauseMode = PauseMode.KEEP) -> UpdatePhases:
+        """Check the update whole, then swap weights and version between two steps."""
+        return await self._updates.commit(mode)
+
+    async def abort_update(self) -> None:
+        """Drop the open update, if any."""
+        await self._updates.abort()
+
+    async def init_transfer(self, backend: str, options: Mapping[str, Any]) -> None:
+        """Agree on how a trainer moves weights itself."""
+        await self._updates.init_transfer(backend, options)
+
+    async def start_transfer(self, version: int, mode: PauseMode) -> None:
+        """Stop sampling for a new version."""
+        await self._updates.start_transfer(version, mode)
+
+    async def transfer_tensors(self, descriptor: Mapping[str, Any] | list[Mapping[str, Any]]) -> None:
+        """Take over some tensors."""
+        await self._updates.transfer_tensors(descriptor)
+
+    async def finish_transfer(self, commit: bool) -> UpdatePhases:
+        """Put the version in force, or give up."""
+        return await self._updates.finish_transfer(commit)
+
+    async def load_adapter(self, source: AdapterSource, mode: PauseMode = PauseMode.KEEP) -> AdapterInfo:
+        """Put an adapter, or a newer version of one, in force."""
+        core = self._core
+        adapter = core.adapters.prepare(source)
+        try:
+            await core.add_adapter(adapter)
+        except PenstockError:
+            raise
+        except Exception as error:
+            lines = str(error).splitlines()
+            raise adapter_invalid(f"cannot be loaded: {lines[-1] if lines else type(error).__name__}") from error
+        if mode is not PauseMode.KEEP:
+            core.admission.hold()
+            try:
+                if mode is PauseMode.ABORT:
+                    await core.abort(lambda request: request.adapter == source.name, waiting=False)
+                else:
+                    await core.admission.idle()
+            finally:
+                core.admission.release()
+        older = core.adapters.put(adapter)
+        if older is not None:
+            core.drop_if_unused(older)
+        core.admission.look()
+        return adapter.info
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter."""
+        adapter = self._core.adapters.remove(name)
+        if adapter is not None:
+            self._core.drop_if_unused(adapter)
+            self._core.admission.look()
+
+    def adapters(self) -> tuple[AdapterInfo, ...]:
+        """Those in force, by name."""
+        return tuple(adapter.info for adapter in self._core.adapters)
+
+    async def sleep(self, level: int) -> None:
+        """Finish what runs, then give the memory back; what comes waits."""
+        raise_violations([Violation("level", "must be 1 or 2")] if level not in (1, 2) else [])
+        core = self._core
+        if core.frozen_by_pause and core.flights:
+            raise FailedPrecondition(
+                "generations are frozen by a pause and would lose their caches; resume, or abort them, first",
+                reason="GENERATIONS_IN_FLIGHT",
+            )
+        if self._asleep:
+            return
+        core.admission.hold()
+        try:
+            await core.admission.idle()
+            await core.ask(lambda llm: llm.sleep(level))
+            self._asleep = level
+        except BaseException:
+            core.admission.release()
+            raise
+
+    async def wake(self) -> None:
+        """Take the memory again, and the weights that were dropped from their files."""
+        core = self._core
+        if not self._asleep:
+            return
+        await core.ask(lambda llm: llm.wake_up())
+        if self._asleep == 2:
+            await core.load(core.checkpoint)
+        self._asleep = 0
+        core.admission.release()
+
+    async def aclose(self) -> None:
+        """End everything in flight and vLLM's processes. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._updates.aclose()
+        await self._core.aclose(_closed)
+        await asyncio.to_thread(self._directory.cleanup)
+
+
+def _closed() -> Unavailable:
+    return Unavailable("the engine is closed", reason="ENGINE_CLOSED")
+
+
+def _stop_token_ids(config: Any) -> tuple[int, ...]:
+    """Those of generation_config.json, or of config.json: never of a tokenizer, which may know others."""
+    generation = config.try_get_generation_config() or {}
+    found = generation.get("eos_token_id", getattr(config.hf_text_config, "eos_token_id", None))
+    if found is None:
+        return ()
+    return tuple(found) if isinstance(found, list) else (int(found),)

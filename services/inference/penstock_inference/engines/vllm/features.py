@@ -1,0 +1,82 @@
+"""What the vLLM that is installed can do, found out by looking at it, not by its version.
+
+The distribution may have another name than `vllm` (builds for other platforms do), so its metadata is not asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+
+import vllm
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import CompletionOutput
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from penstock_chassis.errors import FailedPrecondition
+
+LEAST_VERSION = (0, 21)
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Of the vLLM in this process."""
+
+    version: str
+    platform: str
+    """Such as "cpu" or "cuda"."""
+    version_spans: bool
+    """Each output says which weights sampled which tokens (vLLM 0.32)."""
+    weight_version: bool
+    """The engine can be told the version of its weights (0.27)."""
+    sleep: bool
+    transfer_backends: tuple[str, ...]
+
+    @classmethod
+    def detect(cls) -> Features:
+        """Raises FailedPrecondition (ENGINE_TOO_OLD)."""
+        parts = vllm.__version__.split(".")
+        numbers = tuple(int(part) for part in parts[:2] if part.isdigit())
+        # A build from a working tree has no number that says anything.
+        if len(numbers) == 2 and (0, 0) < numbers < LEAST_VERSION:
+            least = ".".join(map(str, LEAST_VERSION))
+            raise FailedPrecondition(
+                f"vLLM {vllm.__version__} is installed and {least} or newer is needed",
+                reason="ENGINE_TOO_OLD",
+                metadata={"version": vllm.__version__, "least": least},
+            )
+        outputs = {field.name for field in dataclasses.fields(CompletionOutput)}
+        weight_version = hasattr(AsyncLLM, "update_weight_version")
+        return cls(
+            version=vllm.__version__,
+            platform=str(getattr(current_platform, "device_type", "") or "unknown"),
+            version_spans="weight_versions" in outputs and weight_version,
+            weight_version=weight_version,
+            sleep=bool(current_platform.is_sleep_mode_available()),
+            transfer_backends=_transfer_backends(),
+        )
+
+    @staticmethod
+    def argument_names() -> frozenset[str]:
+        """What AsyncEngineArgs takes."""
+        return frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs))
+
+    @staticmethod
+    def shutdown_timeout() -> bool:
+        """Whether AsyncLLM.shutdown takes one."""
+        return "timeout" in inspect.signature(AsyncLLM.shutdown).parameters
+
+
+def _transfer_backends() -> tuple[str, ...]:
+    """Those that vLLM registers and that can work on this platform: its own all need a GPU."""
+    if not all(hasattr(AsyncLLM, name) for name in ("start_weight_update", "update_weights", "finish_weight_update")):
+        return ()
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.plugins import load_general_plugins
+
+    own = set(WeightTransferEngineFactory._registry)  # noqa: SLF001 - it has no public list
+    load_general_plugins()
+    known = set(WeightTransferEngineFactory._registry)  # noqa: SLF001
+    return tuple(sorted(known if current_platform.is_cuda_alike() else known - own))

@@ -1,0 +1,306 @@
+"""Generating and scoring: a request's way through admission into vLLM and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from penstock_chassis.errors import (
+    AlreadyExists,
+    Internal,
+    InvalidArgument,
+    PenstockError,
+    Unavailable,
+    Violation,
+)
+from penstock_codec.decoding import Detokenizer
+from penstock_inference.engines.base import (
+    FinishReason,
+    GenerateEvent,
+    GenerateRequest,
+    Sampling,
+    Scores,
+    Started,
+    TokenIds,
+)
+from penstock_inference.engines.checks import check_prompt, check_sampling, raise_violations
+from penstock_inference.engines.stops import StopTexts
+from penstock_inference.engines.vllm.adapters import LoadedAdapter
+from penstock_inference.engines.vllm.core import Core
+from penstock_inference.engines.vllm.flight import Flight
+from penstock_inference.engines.vllm.runtime import engine_died
+
+try:
+    # What vLLM makes of a raw prompt, which newer ones would rather not do themselves.
+    from vllm.inputs.engine import tokens_input as _prompt
+except ImportError:
+    from vllm.inputs import TokensPrompt as _prompt  # noqa: N813
+
+DELTA_INTERVAL_S = 0.05
+"""A streaming request hears of its tokens at most this often: a message for each would cost more than the token."""
+LEAST_TEMPERATURE = 0.01
+"""vLLM silently takes this for anything smaller but 0."""
+MAX_PENALTY = 2.0
+
+
+class Generations:
+    """Runs requests on a core.
+
+    Args:
+        core: where vLLM is.
+        vocab_size: of the model.
+        max_context: prompt and completion together, in tokens.
+        stop_token_ids: the model's own.
+        tokenizer: for stop texts; without one they are refused.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        vocab_size: int,
+        max_context: int,
+        stop_token_ids: tuple[int, ...],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self._core = core
+        self._vocab_size = vocab_size
+        self._max_context = max_context
+        self._stop_token_ids = stop_token_ids
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._known_ids = 0 if tokenizer is None else tokenizer.get_vocab_size()
+        self._request_ids: set[str] = set()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
+        """See `Engine.generate`."""
+        core = self._core
+        self._check(request)
+        core.runtime  # noqa: B018 - raises when there is none
+        if request.request_id in self._request_ids:
+            raise AlreadyExists(f"request {request.request_id} is in flight", reason="REQUEST_IN_FLIGHT")
+        self._request_ids.add(request.request_id)
+        queued_at = time.monotonic()
+        try:
+            let_in = await core.admission.enter(request)
+            try:
+                flight = Flight(request, core.version_of(request.adapter), queued_at, pinned=bool(request.adapter))
+                if not let_in:
+                    flight.finish = FinishReason.ABORT
+                    yield flight.done()
+                    return
+                async for event in self._fly(flight):
+                    yield event
+            finally:
+                if let_in:
+                    core.admission.leave()
+        finally:
+            self._request_ids.discard(request.request_id)
+
+    async def score(self, token_ids: TokenIds, temperature: float, adapter: str) -> Scores:
+        """See `Engine.score`. Only at temperature 1, which is what vLLM computes of a prompt."""
+        core = self._core
+        violations = check_prompt(token_ids, 1, self._vocab_size, self._max_context)
+        violations = [
+            Violation("token_ids" + v.field.removeprefix("prompt_token_ids"), v.description) for v in violations
+        ]
+        if temperature != 1.0:
+            violations.append(Violation("temperature", "must be 1, or unset, on the vllm engine"))
+        if token_ids.size < 2:
+            violations.append(Violation("token_ids", "must hold at least two tokens: the first has no logprob"))
+        raise_violations(violations)
+        core.version_of(adapter)
+        core.runtime  # noqa: B018 - raises when there is none
+        params = SamplingParams(
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        while True:
+            request = GenerateRequest(f"score-{uuid.uuid4()}", token_ids, Sampling(max_tokens=1), adapter=adapter)
+            if not await core.admission.enter(request):
+                raise Unavailable("scoring was aborted", reason="ENGINE_ABORTED", retry_after_s=1.0)
+            try:
+                version, base = core.version_of(adapter), core.version
+                output = await self._ask_once(request, params)
+            finally:
+                core.admission.leave()
+            if base == core.version:
+                return Scores(output, version)
+            # Weights changed on the way: some of it may be by the old ones.
+
+    async def _ask_once(self, request: GenerateRequest, params: Any) -> Any:
+        core = self._core
+        adapter = self._adapter_of(request)
+        try:
+            collector = await core.ask(lambda llm: self._hand_over(llm, request, params, adapter))
+            output = await core.ask(lambda _: collector.get())
+        finally:
+            self._let_go(adapter)
+        flat = output.prompt_logprobs
+        # The first token has none.
+        values = np.array([flat.logprobs[start] for start in flat.start_indices[1:]], np.float32)
+        if not np.isfinite(values).all():
+            raise _not_finite(core.version)
+        return np.minimum(values, 0.0)
+
+    async def _fly(self, flight: Flight) -> AsyncGenerator[GenerateEvent, None]:
+        """From being let in to the end."""
+        core, request = self._core, flight.request
+        if request.sampling.stop and self._detokenizer is not None:
+            flight.stop_texts = StopTexts(self._detokenizer, request.sampling.stop, self._known_ids)
+        adapter = self._adapter_of(request)
+        core.flights.add(flight)
+        follower = asyncio.create_task(self._follow(flight, adapter))
+        try:
+            started = False
+            while not flight.over:
+                await flight.moved.wait()
+                flight.moved.clear()
+                if flight.error is None and request.stream:
+                    if not started:
+                        yield Started(flight.starts[0][0] if flight.starts else flight.version, flight.cached)
+                        started = True
+                    for delta in flight.deltas():
+                        yield delta
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(DELTA_INTERVAL_S):
+                            await flight.ended.wait()
+            if flight.error is not None:
+                raise flight.error
+            if request.stream:
+                for delta in flight.deltas():
+                    yield delta
+            yield flight.done()
+        finally:
+            await self._end(flight, follower)
+            self._let_go(adapter)
+
+    async def _follow(self, flight: Flight, adapter: LoadedAdapter | None) -> None:
+        """Take in what vLLM says as it comes, however slowly somebody reads: a label is only right at once."""
+        request = flight.request
+        try:
+            llm = self._core.runtime.llm
+            collector = await self._hand_over(llm, request, self._params(flight), adapter)
+            flight.handed_over = True
+            if flight.aborted:
+                await llm.abort(request.request_id)
+            while not flight.over:
+                flight.take(collector.get_nowait() or await collector.get())
+        except PenstockError as error:
+            flight.fail(error)
+        except Exception as error:  # noqa: BLE001 - told to who waits
+            flight.fail(self._translated(error))
+
+    async def _end(self, flight: Flight, follower: asyncio.Task[None]) -> None:
+        """Leave nothing behind in vLLM."""
+        ended_inside = follower.done() and flight.finish is not None and flight.stop_text is None
+        follower.cancel()
+        await asyncio.wait((follower,))
+        self._core.came_to_an_end(flight)
+        if not ended_inside:
+            try:
+                await self._core.abort_in_vllm(flight)
+            except PenstockError:
+                return  # vLLM is gone, and the request with it
+
+    async def _hand_over(self, llm: Any, request: GenerateRequest, params: Any, adapter: LoadedAdapter | None) -> Any:
+        # Blocks of another version, or another adapter, are never found: a salt costs nothing and never fails, while
+        # vLLM's own reset is refused when anything runs.
+        salt = f"v{self._core.version}" if adapter is None else f"v{self._core.version}:{adapter.number}"
+        prompt = _prompt(request.prompt_token_ids.tolist(), cache_salt=salt)
+        return await llm.add_request(
+            request.request_id, prompt, params, lora_request=None if adapter is None else adapter.request()
+        )
+
+    def _params(self, flight: Flight) -> Any:
+        sampling = flight.request.sampling
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else set(self._stop_token_ids))
+        whole = not flight.request.stream and not sampling.stop and self._core.features.version_spans
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            repetition_penalty=sampling.repetition_penalty,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            stop_token_ids=sorted(stops),
+            # Its own stops are among those above, where they are reported by their id.
+            ignore_eos=True,
+            logprobs=sampling.top_logprobs,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA,
+        )
+
+    def _adapter_of(self, request: GenerateRequest) -> LoadedAdapter | None:
+        if not request.adapter:
+            return None
+        adapter = self._core.adapters.get(request.adapter)
+        adapter.users += 1
+        return adapter
+
+    def _let_go(self, adapter: LoadedAdapter | None) -> None:
+        if adapter is not None:
+            adapter.users -= 1
+            self._core.drop_if_unused(adapter)
+
+    def _translated(self, error: Exception) -> PenstockError:
+        try:
+            runtime = self._core.runtime
+        except PenstockError as absent:
+            return absent
+        if runtime.is_death(error):
+            return engine_died()
+        if isinstance(error, ValueError):
+            text = str(error).splitlines()[0] if str(error) else "is refused"
+            return InvalidArgument(
+                f"vLLM refuses the request: {text}",
+                reason="GENERATE_REQUEST_INVALID",
+                violations=[Violation("sampling", text)],
+            )
+        return Internal(f"the generation failed: {type(error).__name__}", reason="GENERATION_FAILED")
+
+    def _check(self, request: GenerateRequest) -> None:
+        s = request.sampling
+        violations = check_sampling(s, self._vocab_size)
+        violations += check_prompt(request.prompt_token_ids, s.max_tokens, self._vocab_size, self._max_context)
+        if 0 < s.temperature < LEAST_TEMPERATURE:
+            violations.append(Violation("sampling.temperature", f"must be 0 or at least {LEAST_TEMPERATURE} on vLLM"))
+        for name in ("presence_penalty", "frequency_penalty"):
+            if abs(getattr(s, name)) > MAX_PENALTY:
+                violations.append(
+                    Violation(f"sampling.{name}", f"must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}] on vLLM")
+                )
+        if s.stop and self._detokenizer is None:
+            violations.append(Violation("sampling.stop", "needs a tokenizer, which the model directory does not have"))
+        if not request.request_id:
+            violations.append(Violation("request_id", "must not be empty"))
+        if request.exact_policy_version is not None and request.min_policy_version is not None:
+            violations.append(Violation("min_policy_version", "cannot be combined with exact_policy_version"))
+        stops = set(s.stop_token_ids) | set(self._stop_token_ids)
+        if s.min_tokens > 0 and len(stops) >= self._vocab_size:
+            violations.append(Violation("sampling.min_tokens", "every token of the vocabulary is a stop token"))
+        raise_violations(violations)
+        if request.adapter:
+            self._core.adapters.get(request.adapter)
+
+
+def _not_finite(version: int) -> Internal:
+    return Internal(
+        f"the model's output is not finite under policy version {version}: its weights have diverged",
+        reason="LOGITS_NOT_FINITE",
+        metadata={"policy_version": str(version)},
+    )

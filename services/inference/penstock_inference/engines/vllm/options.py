@@ -1,0 +1,108 @@
+"""What an operator may choose about vLLM: engine options, checked, and the arguments that come of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_inference.engines.base import EngineOptions
+from penstock_inference.engines.checks import MAX_TOP_LOGPROBS
+
+if TYPE_CHECKING:
+    from penstock_inference.engines.vllm.features import Features
+
+WORKER_EXTENSION = "penstock_inference.engines.vllm.worker.WeightLoader"
+CPU_KV_CACHE_BYTES = 1 << 30
+"""vLLM's own default is most of the machine."""
+
+
+class VllmOptions(BaseModel):
+    """The keys of `engine_options`; those of one line are passed to vLLM as they are."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tensor_parallel_size: int = Field(1, ge=1)
+    pipeline_parallel_size: int = Field(1, ge=1)
+    data_parallel_size: int = Field(1, ge=1)
+    enable_expert_parallel: bool = False
+    distributed_executor_backend: Literal["mp", "uni", "ray"] | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    block_size: int | None = Field(None, ge=1)
+    enforce_eager: bool = False
+    seed: int = Field(0, ge=0)
+    max_adapters: int = Field(0, ge=0, le=1024)
+    """Adapters that may be in force at once; 0 leaves them off, which makes every token a little cheaper."""
+    max_adapter_rank: int = Field(16, ge=1, le=512)
+    sleep: bool = False
+    """Allocate memory so that it can be given back."""
+    transfer_backend: str = ""
+    """How trainers move weights themselves: nccl, ipc, or another that vLLM has; empty = not at all."""
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, str]) -> VllmOptions:
+        """Raises InvalidArgument (ENGINE_OPTIONS_INVALID) naming every key at fault."""
+        try:
+            return cls.model_validate(dict(extra))
+        except ValidationError as error:
+            violations = [
+                Violation(".".join(("engine_options", *map(str, item["loc"]))), item["msg"]) for item in error.errors()
+            ]
+            raise InvalidArgument(
+                f"{violations[0].field}: {violations[0].description}",
+                reason="ENGINE_OPTIONS_INVALID",
+                violations=violations,
+            ) from error
+
+
+def engine_arguments(options: EngineOptions, chosen: VllmOptions, features: Features) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs.
+
+    Raises InvalidArgument (ENGINE_OPTIONS_INVALID) for what this vLLM, or this machine, does not do.
+    """
+    refused = []
+    if chosen.sleep and not features.sleep:
+        refused.append(
+            Violation("engine_options.sleep", f"needs a GPU; this machine's platform is {features.platform}")
+        )
+    if chosen.transfer_backend and chosen.transfer_backend not in features.transfer_backends:
+        known = ", ".join(features.transfer_backends) or "none"
+        refused.append(
+            Violation(
+                "engine_options.transfer_backend",
+                f"{chosen.transfer_backend} does not work with vLLM {features.version} on {features.platform};"
+                f" what does: {known}",
+            )
+        )
+    if refused:
+        raise InvalidArgument(
+            f"{refused[0].field}: {refused[0].description}", reason="ENGINE_OPTIONS_INVALID", violations=refused
+        )
+    arguments: dict[str, Any] = {
+        "model": str(options.model_dir),
+        # Text is the codec's; vLLM sees ids only, and what ends a completion is told with each request.
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "max_model_len": options.max_context_tokens,
+        "max_num_seqs": options.max_concurrency,
+        "max_logprobs": MAX_TOP_LOGPROBS,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "worker_extension_cls": WORKER_EXTENSION,
+        "kv_cache_memory_bytes": options.kv_cache_bytes or (CPU_KV_CACHE_BYTES if features.platform == "cpu" else None),
+    }
+    arguments |= chosen.model_dump(exclude={"max_adapters", "max_adapter_rank", "sleep", "transfer_backend"})
+    if chosen.max_adapters:
+        # Two versions of each may be in use while one replaces the other.
+        most = 2 * chosen.max_adapters
+        arguments |= {"enable_lora": True, "max_loras": chosen.max_adapters, "max_cpu_loras": most}
+        arguments |= {"max_lora_rank": chosen.max_adapter_rank}
+    if chosen.sleep:
+        arguments["enable_sleep_mode"] = True
+    return {name: value for name, value in arguments.items() if value is not None}

@@ -1,0 +1,158 @@
+"""The queue before vLLM: order, limits, versions, pauses, cancellations."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock_chassis.errors import PenstockError, Unavailable
+from penstock_inference.engines.base import GenerateRequest, Sampling
+from penstock_inference.engines.vllm.admission import Admission
+
+
+def request(name: str = "r", least: int | None = None, exact: int | None = None) -> GenerateRequest:
+    return GenerateRequest(
+        name,
+        np.array([1], np.int32),
+        Sampling(max_tokens=1),
+        min_policy_version=least,
+        exact_policy_version=exact,
+    )
+
+
+def enter(admission: Admission, **fields: object) -> asyncio.Task[bool]:
+    return asyncio.create_task(admission.enter(request(**fields)))  # type: ignore[arg-type]
+
+
+async def settled() -> None:
+    """All tasks have got as far as they can."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_as_many_run_as_may_and_the_rest_come_in_their_order() -> None:
+    """R26: first come, first served; one that is too many is refused with a delay."""
+    admission = Admission(2, 2, lambda _: 0)
+    tasks = [enter(admission, name=str(n)) for n in range(4)]
+    await settled()
+    assert [task.done() for task in tasks] == [True, True, False, False] and admission.waiting == 2
+    with pytest.raises(PenstockError) as caught:
+        await admission.enter(request("five"))
+    assert caught.value.reason == "QUEUE_FULL" and caught.value.retry_after_s
+    admission.leave()
+    await settled()
+    assert [task.done() for task in tasks] == [True, True, True, False]
+
+
+async def test_nobody_is_let_in_while_anything_holds() -> None:
+    """R26: two reasons to wait are both waited for."""
+    admission = Admission(2, 2, lambda _: 0)
+    admission.hold()
+    admission.hold()
+    task = enter(admission)
+    admission.release()
+    await settled()
+    assert not task.done()
+    admission.release()
+    assert await task
+
+
+async def test_a_version_to_come_is_waited_for_and_one_that_is_not_in_force_refused() -> None:
+    """R87: and who waits for a version keeps nobody else."""
+    version = 3
+    admission = Admission(1, 5, lambda _: version)
+    early = enter(admission, least=4)
+    await settled()
+    assert await admission.enter(request("other"))
+    admission.leave()
+    with pytest.raises(PenstockError) as caught:
+        await admission.enter(request(exact=4))
+    assert caught.value.reason == "POLICY_VERSION_UNAVAILABLE"
+    assert not early.done()
+    version = 4
+    admission.look()
+    assert await early
+
+
+async def test_waiting_requests_are_aborted_or_failed_by_type() -> None:
+    """R24: nobody is left waiting."""
+    admission = Admission(1, 5, lambda _: 0)
+    admission.hold()
+    aborted, failed = enter(admission, name="a"), enter(admission, name="b")
+    await settled()
+    assert admission.abort(lambda r: r.request_id == "a") == 1
+    admission.fail(lambda: Unavailable("gone", reason="ENGINE_DIED"))
+    assert await aborted is False
+    with pytest.raises(Unavailable):
+        await failed
+    assert admission.waiting == 0
+
+
+async def test_idleness_is_told_when_the_last_has_left_or_somebody_lets_the_waiting_go() -> None:
+    """R32."""
+    admission = Admission(2, 0, lambda _: 0)
+    await admission.idle()
+    assert await admission.enter(request())
+    waits = [asyncio.create_task(admission.idle()) for _ in range(2)]
+    await settled()
+    assert not any(wait.done() for wait in waits)
+    admission.leave()
+    await asyncio.gather(*waits)
+
+
+@given(st.lists(st.sampled_from(["enter", "leave", "cancel", "hold", "release", "abort"]), max_size=40))
+def test_no_interleaving_loses_or_invents_a_place(steps: list[str]) -> None:
+    """R22: never more than the limit, and in the end all places are free."""
+
+    async def play() -> None:
+        admission = Admission(2, 50, lambda _: 0)
+        tasks: list[asyncio.Task[bool]] = []
+        inside, holds = 0, 0
+        for n, step in enumerate(steps):
+            match step:
+                case "enter":
+                    tasks.append(enter(admission, name=str(n)))
+                case "cancel" if tasks:
+                    tasks[n % len(tasks)].cancel()
+                case "hold":
+                    admission.hold()
+                    holds += 1
+                case "release" if holds:
+                    admission.release()
+                    holds -= 1
+                case "abort":
+                    admission.abort(lambda r, n=n: int(r.request_id) % 2 == n % 2)  # type: ignore[misc]
+                case "leave" if inside:
+                    admission.leave()
+                    inside -= 1
+            if n % 3:
+                await settled()
+                inside = _gather(tasks, inside)
+            assert 0 <= admission.running <= 2
+        for _ in range(holds):
+            admission.release()
+        while True:
+            await settled()
+            inside = _gather(tasks, inside)
+            assert admission.running == inside
+            if not inside:
+                break
+            admission.leave()
+            inside -= 1
+        assert admission.running == admission.waiting == 0 and not tasks
+
+    asyncio.run(play())
+
+
+def _gather(tasks: list[asyncio.Task[bool]], inside: int) -> int:
+    """Count those that were let in and drop what is over."""
+    over: Callable[[asyncio.Task[bool]], bool] = lambda task: task.done()  # noqa: E731
+    for task in [task for task in tasks if over(task)]:
+        tasks.remove(task)
+        inside += not task.cancelled() and task.exception() is None and task.result()
+    return inside
