@@ -93,7 +93,12 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             dialects,
             Passthrough(turns, sources, http, connections),
             connections,
-            IngressLimits(settings.max_body_bytes, settings.first_byte_s, settings.keep_alive_s),
+            IngressLimits(
+                settings.max_body_bytes,
+                settings.first_byte_s,
+                settings.keep_alive_s,
+                settings.provider_tools == "refuse",
+            ),
         )
         address = await stack.enter_async_context(_listening(ingress.app(), connections, settings))
         intercept = InterceptServicer(

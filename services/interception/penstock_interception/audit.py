@@ -38,6 +38,9 @@ class Event(StrEnum):
     RATE_LIMITED = "rate_limited"
     BODY_TOO_LARGE = "body_too_large"
     ROUTE_UNKNOWN = "route_unknown"
+    TOO_MANY_CONNECTIONS = "too_many_connections"
+    BODY_TOO_SLOW = "body_too_slow"
+    PROVIDER_TOOL_REFUSED = "provider_tool_refused"
     TOKEN_ISSUED = "token_issued"  # noqa: S105 - the name of an event
     TOKENS_REVOKED = "tokens_revoked"
 

@@ -41,6 +41,8 @@ class ChatRequest:
     include_usage: bool = False
     normalisations: tuple[str, ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    # What would have run at the provider, past the gate, and was left out: hosted tools and their like, by name.
+    provider_tools: tuple[str, ...] = ()
     # What the dialect needs once more when it writes the answer; small, for it waits with the call.
     echo: Mapping[str, Any] = field(default_factory=dict)
 
@@ -55,7 +57,7 @@ class ChatRequest:
     def without_content(self) -> ChatRequest:
         """What of it a call needs that waits for its answer."""
         return ChatRequest(
-            self.model, (), (), self.tool_choice, self.sampling, self.stream, self.include_usage, (), {}, self.echo
+            self.model, (), (), self.tool_choice, self.sampling, self.stream, self.include_usage, echo=self.echo
         )
 
 

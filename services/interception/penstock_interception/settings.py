@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -95,6 +95,9 @@ class InterceptionSettings(ServiceSettings):
     closed_kept: int = Field(256, ge=0, description="closed rollouts whose calls stay in memory; others are on disk")
     first_byte_s: float = Field(1.0, ge=0, description="seconds that a stream's HTTP status waits for the answer")
     keep_alive_s: float = Field(5.0, gt=0, description="interval of keep-alives on held streams")
+    provider_tools: Literal["strip", "refuse"] = Field(
+        "strip", description="what becomes of hosted tools (web search) that a request names: left out, or refused"
+    )
     host_tools: list[str] = Field(
         default_factory=lambda: ["*"],
         description="names of tools that trainers may offer to agents: * and ? stand for any",

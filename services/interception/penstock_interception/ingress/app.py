@@ -54,6 +54,8 @@ class IngressLimits:
     max_body_bytes: int = 32 << 20
     first_byte_s: float = 1.0
     keep_alive_s: float = 5.0
+    # Whether a request that asks for tools of the provider is refused; else they are left out, and that is recorded.
+    refuse_provider_tools: bool = False
 
 
 class Ingress:
@@ -103,6 +105,7 @@ class Ingress:
             return self._mcp.unauthorised() if path == mcp.PATH else _problem(nearest, outcomes.UNAUTHORISED)
         rollout, scopes = known
         if not self._connections.claim(request, rollout.id):
+            self._audit.tell(Event.TOO_MANY_CONNECTIONS, rollout_id=rollout.id, peer=request.remote)
             return _last(_problem(nearest, outcomes.TOO_MANY_CONNECTIONS))
         dialect, route = nearest, None
         try:
@@ -130,6 +133,7 @@ class Ingress:
             self._audit.tell(Event.BODY_TOO_LARGE, rollout_id=rollout.id, peer=request.remote)
             return _problem(dialect, outcomes.TOO_LARGE)
         except TooSlow:
+            self._audit.tell(Event.BODY_TOO_SLOW, rollout_id=rollout.id, peer=request.remote)
             return _last(_problem(dialect, outcomes.TOO_SLOW))
         except BrokenBody:
             return _last(_problem(dialect, outcomes.BROKEN_BODY))
@@ -182,6 +186,9 @@ class Ingress:
             body, lambda: (dialect.parse(body, route), identify(dialect, headers, body))
         )
         call = same_call(rollout, identity)
+        if call is None and parsed.provider_tools and self._limits.refuse_provider_tools:
+            self._audit.tell(Event.PROVIDER_TOOL_REFUSED, rollout_id=rollout.id, peer=request.remote)
+            return _problem(dialect, outcomes.of_provider_tools(parsed.provider_tools))
         if call is None:
             sampling = merged(parsed.sampling, rollout.opening.sampling_override)
             notes = parsed.normalisations

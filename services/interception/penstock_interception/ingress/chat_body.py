@@ -30,6 +30,8 @@ from penstock_interception.requests import ChatRequest
 
 MAX_MESSAGES = 20_000
 INT64 = 2**63 - 1
+# What a provider would do beside the model: search, plug-ins, a server's tools.
+_HOSTED = ("web_search_options", "plugins", "web_search")
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "prompt_cache_retention"}
 )
@@ -205,6 +207,7 @@ def _request(body: ChatBody) -> ChatRequest:
     if len(set(limits)) > 1:
         notes.append("max_tokens and max_completion_tokens differ; the smaller holds")
     notes += [f"{name} was ignored" for name in sorted(body.model_extra or {}) if name not in _IGNORED]
+    hosted = tuple(name for name in _HOSTED if (body.model_extra or {}).get(name) is not None)
     thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs is not None else None
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop) if body.stop else None
     sampling = Sampling(
@@ -233,6 +236,7 @@ def _request(body: ChatBody) -> ChatRequest:
         include_usage=bool(body.stream and body.stream_options is not None and body.stream_options.include_usage),
         normalisations=tuple(notes),
         template_kwargs={} if thinking is None else {"enable_thinking": thinking},
+        provider_tools=hosted,
     )
 
 

@@ -54,7 +54,10 @@ def _request(parsed: body.GenerateContentBody, route: Route) -> ChatRequest:
     notes: list[str] = []
     config = parsed.generation_config or body.GenerationConfig()
     thinking = _thinking(config, notes)
-    choice, tools = _choice(parsed.tool_config, _tools(parsed.tools or [], notes), notes)
+    groups = parsed.tools or []
+    hosted = sorted({name[:MAX_NAME] for group in groups for name in group.model_extra or {}})
+    notes += [f"tools: {name} is a tool of the provider and was taken out" for name in hosted]
+    choice, tools = _choice(parsed.tool_config, _tools(groups), notes)
     messages = (*system_of(parsed.system_instruction), *messages_of(parsed.contents, notes))
     notes += _ignored("", parsed.model_extra, _IGNORED)
     notes += _ignored(f"{_CONFIG}.", config.model_extra, _IGNORED_CONFIG)
@@ -81,6 +84,7 @@ def _request(parsed: body.GenerateContentBody, route: Route) -> ChatRequest:
         stream=bool(route.stream),
         normalisations=tuple(notes),
         template_kwargs={} if thinking is None else {"enable_thinking": thinking},
+        provider_tools=tuple(hosted),
         echo={
             ARRAY: route.array,
             THOUGHTS: bool(config.thinking_config is not None and config.thinking_config.include_thoughts),
@@ -129,11 +133,9 @@ def _response_format(config: body.GenerationConfig, notes: list[str]) -> str | N
     return '{"type":"json_object"}' if mime == "application/json" else None
 
 
-def _tools(groups: list[body.Tools], notes: list[str]) -> tuple[Tool, ...]:
+def _tools(groups: list[body.Tools]) -> tuple[Tool, ...]:
     tools: list[Tool] = []
     for index, group in enumerate(groups):
-        hosted = sorted(group.model_extra or {})
-        notes += [f"tools: {name[:MAX_NAME]} is a tool of the provider and was taken out" for name in hosted]
         for place, function in enumerate(group.function_declarations or ()):
             tools.append(_tool(function, f"tools[{index}].functionDeclarations[{place}]"))
     if len({tool.name for tool in tools}) != len(tools):

@@ -143,6 +143,8 @@ def _request(body: MessagesBody) -> ChatRequest:
         notes.append("mcp_servers was left out: the provider would have called them")
     if body.container is not None:
         notes.append("container was left out: hosted code execution is not served here")
+    servers = ("mcp_servers",) if body.mcp_servers else ()
+    container = ("container",) if body.container is not None else ()
     messages = _messages(body, toolbox, notes)
     choice = _choice(body.tool_choice, toolbox, notes)
     thinking = _thinking(body.thinking, notes)
@@ -170,6 +172,7 @@ def _request(body: MessagesBody) -> ChatRequest:
         stream=bool(body.stream),
         normalisations=tuple(dict.fromkeys(notes)),
         template_kwargs={} if thinking is None else {"enable_thinking": thinking},
+        provider_tools=(*toolbox.hosted, *servers, *container),
         echo={DISPLAY: display} if display is not None else {},
     )
 

@@ -6,6 +6,8 @@ that cannot change is none of those.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock_chassis.errors import PenstockError
 from penstock_codec import CodecError
 from penstock_interception.calls import Call, CallState
@@ -31,6 +33,12 @@ _OWN_CONVERSATION = frozenset(
         "MESSAGES_EMPTY",
     }
 )
+
+
+def of_provider_tools(names: Sequence[str]) -> Problem:
+    """A request for what would run at the provider, past the gate, where the operator refuses that."""
+    text = f"Tools of the provider are not served here: {', '.join(name[:64] for name in names[:8])}. Switch them off."
+    return Problem(400, "provider_tool_refused", text, "tools")
 
 
 def of_bad_request(error: BadRequest) -> Problem:

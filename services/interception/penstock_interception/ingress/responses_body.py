@@ -170,6 +170,7 @@ def _request(body: ResponsesBody) -> ChatRequest:
         stream=bool(body.stream),
         normalisations=tuple(notes),
         template_kwargs=kwargs,
+        provider_tools=tuple(box.hosted),
         echo=echo,
     )
 

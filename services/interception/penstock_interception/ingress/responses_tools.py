@@ -10,7 +10,7 @@ A tool of a namespace has the namespace before its name, joined by two underscor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
 import orjson
@@ -145,6 +145,8 @@ class Toolbox:
     tools: list[Tool]
     known: dict[str, Known]
     notes: list[str]
+    # What was left out, by kind.
+    hosted: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, definitions: list[Any]) -> Toolbox:
@@ -183,6 +185,7 @@ class Toolbox:
         self.known[tool.name] = known
 
     def _leave_out(self, kind: str) -> None:
+        self.hosted.append(kind)
         self.notes.append(f"the hosted tool {kind} was left out: it would leave the gate")
 
 
