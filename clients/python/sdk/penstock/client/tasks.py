@@ -256,7 +256,10 @@ class TokenTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConstraint:
-    """Which weights may answer: at least `min_version`, at most `max_staleness` behind the newest announced."""
+    """Which weights may answer: at least `min_version`, at most `max_staleness` behind the newest announced.
+
+    Judged when a call is handed out; what is announced while it is held does not make its answer too old.
+    """
 
     min_version: int | None = None
     max_staleness: int | None = None
