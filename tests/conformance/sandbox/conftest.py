@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from tests.conformance.sandbox.needs import narrowest
 from tests.conformance.sandbox.services import SERVICES, Running, start
+from tests.support import dockerd
 
 from penstock.sandbox.v1 import file_service_pb2 as fs
 from penstock.sandbox.v1 import process_service_pb2 as ps
@@ -67,7 +68,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 async def service(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
     """A running service."""
     async with start(request.param) as running:
-        yield running
+        with dockerd.standing():
+            yield running
 
 
 @dataclass
