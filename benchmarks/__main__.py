@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks import clouds, containers, gate, inference, report, rollouts, sandboxes, tokens
+from benchmarks import clients, clouds, containers, dashboard, gate, inference, report, rollouts, sandboxes, tokens
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "sandboxes": sandboxes.measure,
@@ -21,6 +21,8 @@ BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[repor
     "gate": gate.measure,
     "tokens": tokens.measure,
     "inference": inference.measure,
+    "clients": clients.measure,
+    "dashboard": dashboard.measure,
 }
 BACKENDS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "local": sandboxes.measure,

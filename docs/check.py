@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SKIPPED = {".git", ".venv", ".venv-vllm", ".venv-openenv", "node_modules", "runs"}
+SKIPPED = {".git", ".venv", ".venv-vllm", ".venv-openenv", ".venv-docs", "build", "node_modules", ".toolchain", "runs"}
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")

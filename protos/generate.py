@@ -1,92 +1,174 @@
-"""Makes the Python messages and stubs of `protos/` in `clients/python/stubs`.
+"""Makes the messages and stubs of `protos/` in every language that has a client here.
 
-    python protos/generate.py            write them
-    python protos/generate.py --check    write nothing; exit 1 and list the files if what is committed differs
+    python -m protos.generate            write them
+    python -m protos.generate --check    write nothing; exit 1 and list the files if what is committed differs
 
-The output depends on the protos and the pinned generators only. Everything under `clients/python/stubs/penstock` is
-generated: a file that no proto accounts for is removed.
+The output depends on the protos and the pinned generators only. Everything in a language's folder is generated: a file
+that no proto accounts for is removed. A further language is a function and its line in `LANGUAGES`.
 """
 
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import google.rpc.status_pb2
 import grpc_tools
 
+from clients import golang, nodejs
+
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
-STUBS = ROOT / "clients" / "python" / "stubs" / "penstock"
+_INCLUDES = (
+    PROTOS,
+    Path(grpc_tools.__file__).parent / "_proto",  # google/protobuf
+    Path(google.rpc.status_pb2.__file__).parents[2],  # google/rpc
+)
+_ERROR_DETAILS: Final = "google/rpc/error_details.proto"
 
 
-def generate(target: Path) -> dict[str, bytes]:
-    """Runs the compiler into an empty directory; returns each file's content by its path below `penstock/`.
+@dataclass(frozen=True, slots=True)
+class Language:
+    """Where one language's generated code is kept, and what makes it.
+
+    Attributes:
+        name: of the language.
+        folder: where it is kept; nothing else is in it.
+        generate: makes it in an empty directory, which stands for `folder`. Raises SystemExit: a generator is missing
+            or refused a proto; says which.
+    """
+
+    name: str
+    folder: Path
+    generate: Callable[[Path], None]
+
+
+def compile_protos(plugins: Mapping[str, Path], options: Sequence[str], protos: Sequence[str] = ()) -> None:
+    """Runs the compiler.
+
+    Args:
+        plugins: generators by the compiler's name for each, `protoc-gen-NAME`.
+        options: what is made, and where.
+        protos: from which, by their names in imports; none = all of ours.
 
     Raises:
         SystemExit: there is no proto, or the compiler refused one (it has said why).
     """
-    protos = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
+    protos = protos or sorted(path.relative_to(PROTOS).as_posix() for path in PROTOS.rglob("*.proto"))
     if not protos:
         sys.exit(f"no .proto file under {PROTOS.relative_to(ROOT)}/")
-    includes = [
-        PROTOS,
-        Path(grpc_tools.__file__).parent / "_proto",  # google/protobuf
-        Path(google.rpc.status_pb2.__file__).parents[2],  # google/rpc
-    ]
-    # The mypy plugins are scripts beside this interpreter, which need not be on PATH.
-    plugins = [
-        f"--plugin={name}={Path(sys.executable).with_name(name)}"
-        for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
-    ]
     command = [
         sys.executable,
         "-m",
         "grpc_tools.protoc",
-        *(f"-I{include}" for include in includes),
-        *plugins,
-        f"--python_out={target}",
-        f"--grpc_python_out={target}",
-        f"--mypy_out=quiet:{target}",
-        f"--mypy_grpc_out=quiet:{target}",
+        # Where `options` say what the protos are, they are not looked for.
+        *(
+            ()
+            if any(item.startswith("--descriptor_set_in") for item in options)
+            else (f"-I{item}" for item in _INCLUDES)
+        ),
+        *(f"--plugin={name}={path}" for name, path in plugins.items()),
+        *options,
         *protos,
     ]
     if subprocess.run(command, check=False).returncode:
         sys.exit("protoc refused the protos (above)")
-    made = target / "penstock"
-    for package in sorted({path.parent for path in made.rglob("*_pb2.py")}):
-        name = ".".join(package.relative_to(target).parts)
+
+
+def python(target: Path) -> None:
+    """The messages, stubs and types of `penstock.*.v1`."""
+    # The mypy plugins are scripts beside this interpreter, which need not be on PATH.
+    plugins = {name: Path(sys.executable).with_name(name) for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")}
+    with tempfile.TemporaryDirectory() as scratch:
+        outputs = ("python_out=", "grpc_python_out=", "mypy_out=quiet:", "mypy_grpc_out=quiet:")
+        compile_protos(plugins, [f"--{output}{scratch}" for output in outputs])
+        shutil.copytree(Path(scratch) / "penstock", target, dirs_exist_ok=True)
+    for package in sorted({path.parent for path in target.rglob("*_pb2.py")}):
+        name = ".".join(("penstock", *package.relative_to(target).parts))
         (package / "__init__.py").write_text(f'"""Generated from the protos of {name}."""\n', encoding="utf-8")
         # The area is a package of its own too; `penstock` above it never is (it is shared by several distributions).
         (package.parent / "__init__.py").write_text('"""Generated."""\n', encoding="utf-8")
         (package.parent / "py.typed").touch()
-    return {str(path.relative_to(made)): path.read_bytes() for path in made.rglob("*") if path.is_file()}
+
+
+def typescript(target: Path) -> None:
+    """The messages and services of `penstock.*.v1`, and those of google.rpc that errors carry."""
+    script = ROOT / "clients" / "typescript" / "node_modules" / ".bin" / "protoc-gen-es"
+    prepared = nodejs.environment()
+    if not script.exists():
+        sys.exit("protoc-gen-es is not installed: run `make protos`, or `npm ci` in clients/typescript")
+    with tempfile.TemporaryDirectory() as scratch:
+        plugin = Path(scratch) / "protoc-gen-es"
+        node = shutil.which("node", path=prepared["PATH"])
+        plugin.write_text(f"#!/bin/sh\nexec {shlex.quote(str(node))} {shlex.quote(str(script))}\n", encoding="utf-8")
+        plugin.chmod(0o755)
+        plugins, options = {"protoc-gen-es": plugin}, [f"--es_out={target}", "--es_opt=target=ts,import_extension=js"]
+        compile_protos(plugins, options)
+        # What travels, without the prose of its source: the compiler leaves it out of descriptors.
+        described = Path(scratch) / "described"
+        compile_protos({}, ["--include_imports", f"--descriptor_set_out={described}"], [_ERROR_DETAILS])
+        compile_protos(plugins, [f"--descriptor_set_in={described}", *options], [_ERROR_DETAILS])
+
+
+def go(target: Path) -> None:
+    """The messages and services of `penstock.*.v1`."""
+    module = "penstock.example/penstock/gen"
+    options: list[str] = []
+    for path in PROTOS.rglob("*.proto"):
+        name = path.relative_to(PROTOS)
+        area, version = name.parts[1:3]
+        packages = f"M{name.as_posix()}={module}/{area}/{version};{area}{version}"
+        options += [f"--go_opt={packages}", f"--go-grpc_opt={packages}"]
+    for output in ("go", "go-grpc"):
+        options += [f"--{output}_out={target}", f"--{output}_opt=module={module}"]
+    compile_protos(golang.plugins(), options)
+
+
+LANGUAGES: Final = (
+    Language("Python", ROOT / "clients" / "python" / "stubs" / "penstock", python),
+    Language("TypeScript", ROOT / "clients" / "typescript" / "src" / "gen", typescript),
+    Language("Go", ROOT / "clients" / "go" / "gen", go),
+)
+"""The languages that have a client here."""
 
 
 def main() -> None:
     """Writes or checks; see the module's text."""
-    with tempfile.TemporaryDirectory() as scratch:
-        made = generate(Path(scratch))
-    committed = {
-        str(path.relative_to(STUBS)): path.read_bytes()
-        for path in STUBS.rglob("*")
+    check = "--check" in sys.argv[1:]
+    stale: list[str] = []
+    for language in LANGUAGES:
+        with tempfile.TemporaryDirectory() as scratch:
+            language.generate(Path(scratch))
+            made = _content(Path(scratch))
+        committed = _content(language.folder)
+        differing = sorted(name for name in made.keys() | committed.keys() if made.get(name) != committed.get(name))
+        if check:
+            stale += [str((language.folder / name).relative_to(ROOT)) for name in differing]
+            continue
+        for name in differing:
+            path = language.folder / name
+            if name in made:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(made[name])
+            else:
+                path.unlink()
+        folder = language.folder.relative_to(ROOT)
+        print(f"{language.name}: {len(made)} files under {folder}, {len(differing)} changed")
+    if stale:
+        sys.exit("generated code differs from the protos; run `make protos` and commit:\n  " + "\n  ".join(stale))
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    differing = sorted(name for name in made.keys() | committed.keys() if made.get(name) != committed.get(name))
-    if "--check" in sys.argv[1:]:
-        if differing:
-            sys.exit(
-                "generated code differs from the protos; run `make protos` and commit:\n  " + "\n  ".join(differing)
-            )
-        return
-    for name in differing:
-        path = STUBS / name
-        if name in made:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(made[name])
-        else:
-            path.unlink()
-    print(f"{len(made)} files under {STUBS.relative_to(ROOT)}, {len(differing)} changed")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
 from hypothesis import settings
-from tests.support import dockerd
+from tests.support import dockerd, sharing
 from tests.support.stack import Running, running
 
 # How long an example takes is the machine's business.
@@ -19,6 +20,12 @@ settings.load_profile("untimed")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--backend NAME`: which backends the sandbox conformance suite runs on; all of them unless it is given."""
     parser.addoption("--backend", action="append", default=[], help="sandbox conformance on this one only")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> sharing.Sharing | None:
+    """What several processes run each."""
+    return sharing.scheduler(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)

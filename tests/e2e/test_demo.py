@@ -11,7 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from playwright.async_api import expect
 from safetensors.numpy import load_file
+from tests.support.browser import chromium, dashboard, looking
+
+from penstock.client.stack import LocalStack
 
 GRPO = Path(__file__).resolve().parents[2] / "examples" / "grpo"
 
@@ -55,6 +59,22 @@ def test_a_seed_repeats_its_run_and_every_token_is_the_engines(tmp_path: Path, m
     assert all(np.array_equal(value, weights[1][name]) for name, value in weights[0].items())
     initial = load_file(first / "initial" / "model.safetensors")
     assert any(not np.array_equal(value, weights[0][name]) for name, value in initial.items())
+    asyncio.run(_shown_again(first))
+
+
+async def _shown_again(run: Path) -> None:
+    """Services on what a run left: the dashboard has its groups, its rollouts and a page of each."""
+    stack = LocalStack(model_dir=run / "model", state_dir=run / "services")
+    async with (
+        stack,
+        dashboard(stack.endpoints) as address,
+        chromium() as browser,
+        looking(browser, address, stack.trainer_token, "/") as page,
+    ):
+        await expect(page.get_by_text(f"{STEPS * PROMPTS} groups")).to_be_visible()
+        await expect(page.get_by_text(f"{STEPS * PROMPTS * GROUP} rollouts", exact=True)).to_be_visible()
+        await page.locator("a[href^='#/rollouts/']").first.click()
+        await expect(page.locator("article.turn").first).to_be_visible()
 
 
 def _run(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.integration.openenv.conftest import TOKEN, Server
+from tests.integration.openenv.conftest import TOKEN, Server, calling
 from tests.support.copying import INSTRUCTION, WORD
 from tests.support.stack import Running
 
@@ -13,8 +13,9 @@ from penstock.openenv.serving import Listen, serving
 async def test_opencode_does_a_task_for_a_client_of_openenv(stack: Running) -> None:
     """R17, R68: the default agent, whose prompts the operator has chosen to skip; one path for all agents."""
     defaults = Defaults(endpoint="inference", skip_permissions=True)
-    async with serving(stack.ps, Listen(port=0, token=TOKEN), defaults) as address:
-        server = Server(address.replace("://", f"://user:{TOKEN}@"), address, stack.ps)
+    listen = Listen(port=0, token=TOKEN)
+    async with serving(stack.ps, listen, defaults) as address, calling() as caller:
+        server = Server(address.replace("://", f"://user:{TOKEN}@"), address, stack.ps, caller)
         _, taken, state, _ = await server.call(
             "steps",
             {

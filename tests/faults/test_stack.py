@@ -147,7 +147,7 @@ async def test_after_a_kill_of_the_gate_an_agents_retry_joins_its_call_and_no_an
 ) -> None:
     """R34: open rollouts come back with their calls; each question is asked and answered once, and the work is done."""
     running, stack = fragile
-    patient = await patient_shell(running)
+    patient = await shell_that_retries(running, 9)
     async with held(running, 3, agent=patient) as now:
         await stack.restart("interception")
         now.go.set()
@@ -174,7 +174,7 @@ async def test_after_a_kill_of_the_gate_an_agents_retry_joins_its_call_and_no_an
 async def test_an_acknowledged_answer_survives_a_kill_of_the_gate_that_comes_at_once(fragile: Fragile) -> None:
     """R34: the agent may not have read it yet; its retry gets the same answer and the trainer is not asked again."""
     running, stack = fragile
-    patient = await patient_shell(running)
+    patient = await shell_that_retries(running, 9)
     label = secrets.token_hex(8)
     async with training(running, label) as trainer:
         handle = await running.ps.rollouts.create(copy_task(running), patient, labels={"test": label})
@@ -191,7 +191,7 @@ async def test_an_acknowledged_answer_survives_a_kill_of_the_gate_that_comes_at_
 async def test_after_a_kill_of_the_engine_its_rollouts_end_typed_and_the_next_ones_work(fragile: Fragile) -> None:
     """R27, R59: calls that nobody can answer are the model's failure, retriable, and never a reward."""
     running, stack = fragile
-    handle = await running.ps.rollouts.create(copy_task(running), "shell")
+    handle = await running.ps.rollouts.create(copy_task(running), await shell_that_retries(running, 1))
     asked = 0
     async for call in handle.calls():
         if not asked:
@@ -211,11 +211,11 @@ async def test_after_a_kill_of_the_engine_its_rollouts_end_typed_and_the_next_on
     assert finished.reward == 1.0, finished.agent_said()
 
 
-async def patient_shell(running: Running) -> str:
-    """The reference agent, told to retry for as long as a service needs to start on a busy machine."""
+async def shell_that_retries(running: Running, times: int) -> str:
+    """The reference agent, which asks again so often: 9 is as long as a service needs to start on a busy machine."""
     spec = agent_pb2.AgentSpec()
     spec.CopyFrom((await running.ps.agents.get("shell")).spec)
-    spec.name = "patient-shell"
-    spec.files[0].json["max_retries"] = 9
+    spec.name = f"shell-that-retries-{times}"
+    spec.files[0].json["max_retries"] = times
     await running.ps.agents.register(spec)
     return spec.name

@@ -366,7 +366,7 @@ async def test_the_guides_task_is_graded_as_the_guide_says(
     """R76: docs/guides/rewards.md, by who does the work and by who changes the tests."""
     text = (Path(__file__).parents[2] / "docs/guides/rewards.md").read_text(encoding="utf-8")
     path = tmp_path / "task.yaml"
-    path.write_text(text.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
+    path.write_text(text.partition("```yaml task\n")[2].partition("```")[0], encoding="utf-8")
     given = Task.load(path)
     script = SeedFile("forge.sh", f"{work}\n".encode())
     finished = await run(both, replace(given, files=[*given.files, script]))

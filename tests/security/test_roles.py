@@ -27,16 +27,16 @@ _MODULES: Final = (
 
 _OBSERVER_MAY: Final = {
     "penstock.sandbox.v1.SandboxService": (
-        "GetSandbox ListSandboxes WatchSandbox ListBackends GetSnapshot ListSnapshots"
+        "GetSandbox ListSandboxes WatchSandbox WatchSandboxes GetStats ListBackends GetSnapshot ListSnapshots"
     ),
     "penstock.sandbox.v1.ToolboxService": "ListToolboxes",
     "penstock.driver.v1.AgentService": "ListAgents GetAgent",
     "penstock.driver.v1.RolloutService": (
-        "GetRollout ListRollouts WatchRollout WaitRollout GetGroup ListGroups WatchGroup WaitGroup GetTrajectory "
-        "ExportTrajectories"
+        "GetRollout ListRollouts WatchRollout WatchRollouts WaitRollout GetGroup ListGroups WatchGroup WaitGroup "
+        "GetTrajectory ExportTrajectories"
     ),
     "penstock.driver.v1.TerminalService": "GetTerminal",
-    "penstock.interception.v1.RolloutGateService": "GetRollout ListRollouts GetCapture WatchCalls",
+    "penstock.interception.v1.RolloutGateService": "GetRollout ListRollouts GetCapture WatchCalls WatchGate",
     "penstock.interception.v1.InterceptService": "ListCalls GetCall",
     "penstock.inference.v1.InferenceService": "GetInfo GetTokenizer ListAdapters WatchStats",
 }

@@ -14,36 +14,13 @@ from typing import Any
 
 from tests.support import dockerd
 
-from penstock_sandbox.backends.base import MountedToolbox, ProcessSink, RawExit, SandboxHandle
+from penstock_sandbox.backends.base import MountedToolbox, SandboxHandle
+from penstock_sandbox.backends.collected import Collected
 from penstock_sandbox.backends.docker.backend import DockerBackend
 from penstock_sandbox.backends.docker.options import DockerOptions
-from penstock_sandbox.model import SandboxSpec, Stream
+from penstock_sandbox.model import SandboxSpec
 
 REACHES = ("direct", "sidecar")
-
-
-class Collected(ProcessSink):
-    """What a process wrote, and its end."""
-
-    def __init__(self) -> None:
-        self.text = b""
-        self.ended: asyncio.Future[RawExit | None] = asyncio.get_running_loop().create_future()
-        self.closed_output = asyncio.Event()
-
-    def output(self, stream: Stream, data: bytes) -> None:
-        self.text += data
-
-    def closed(self, stream: Stream) -> None:
-        if stream is Stream.STDOUT:
-            self.closed_output.set()
-
-    def exited(self, exit: RawExit) -> None:  # noqa: A002
-        self.ended.set_result(exit)
-
-    def lost(self) -> None:
-        self.closed_output.set()
-        if not self.ended.done():
-            self.ended.set_result(None)
 
 
 @asynccontextmanager

@@ -19,15 +19,22 @@ import os
 import signal
 import sqlite3
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+import aiohttp
+import grpc
 
 from penstock_chassis import journal
 
+BACK_OFF_S: Final = 0.01
 _WRITES: Final = ("INSERT", "UPDATE", "DELETE", "REPLACE")
+
+
+T = TypeVar("T")
 
 
 class MortalConnection(sqlite3.Connection):
@@ -144,6 +151,73 @@ class Warm:
                 event: dict[str, Any] = json.loads(line)
                 return event
         raise AssertionError("the process that forks services is gone")
+
+
+class Mortal:
+    """A service that dies at its n-th write and is started again, on the same ports and state.
+
+    `settings` are its environment variables without their prefix; its operator's token is `token`.
+    """
+
+    def __init__(self, warm: Warm, service: str, directory: Path, token: str, **settings: str) -> None:
+        directory.mkdir()
+        self._warm = warm
+        self._directory = directory
+        self._prefix = f"PENSTOCK_{service.upper()}"
+        given = {"operator_token": token, "state_dir": str(directory / "state"), "port": "0", **settings}
+        self._environment = {"PATH": os.environ["PATH"], "PENSTOCK_PARENT_DEATH": "1"}
+        self._environment |= {f"{self._prefix}_{name.upper()}": value for name, value in given.items()}
+        self.address = ""
+        self.endpoints: dict[str, str] = {}
+        self.died = False
+
+    async def start(self, die_at: int = 0, *, committed: bool = False) -> None:
+        """From now on it dies at this write, before its commit or after it; 0 is never."""
+        log = self._directory / "service.log"
+        ready = await self._warm.serve(
+            environment=self._environment,
+            log=str(log),
+            writes=str(self._directory / "writes"),
+            die_at=die_at,
+            committed=committed,
+        )
+        if not ready:  # it died as it opened its journal
+            assert die_at, log.read_text()
+            self.died = True
+            await self.start()
+            return
+        self.address, self.endpoints = self._warm.ready["address"], self._warm.ready.get("endpoints", {})
+        for name, address in {"": self.address, **self.endpoints}.items():
+            variable = "_".join(filter(None, (self._prefix, name.upper(), "PORT")))
+            self._environment[variable] = address.rpartition(":")[2]
+
+    async def restart(self) -> None:
+        """Waits for its death, and starts it again."""
+        await self._warm.ended()
+        self.died = True
+        await self.start()
+
+    async def kill(self) -> None:
+        """The end of a scenario."""
+        self._warm.kill()
+        await self._warm.ended()
+
+    def writes(self) -> list[list[str]]:
+        """The statements of each write so far, by their first words."""
+        return [json.loads(line) for line in (self._directory / "writes").read_text().splitlines()]
+
+
+async def insisting(work: Callable[[], Awaitable[T]]) -> T:
+    """Does it until the service answers, as an SDK that never gives up."""
+    while True:
+        try:
+            return await work()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+        except (aiohttp.ClientError, ConnectionError):
+            pass
+        await asyncio.sleep(BACK_OFF_S)  # the back-off of a client whose server is away
 
 
 if __name__ == "__main__":

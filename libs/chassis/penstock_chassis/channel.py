@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 import grpc
 import structlog
 
+from penstock_chassis import tracing
 from penstock_chassis.auth import HEADER
 from penstock_chassis.errors import InvalidArgument, PenstockError
 from penstock_chassis.interceptor import REQUEST_ID_HEADER
@@ -128,7 +129,7 @@ def _host(target: str) -> str:
 
 
 class _TokenChannel(grpc.aio.Channel):
-    """A channel whose calls carry the token and the request id of the RPC that is being served."""
+    """A channel whose calls carry the token, the request id of the RPC that is being served, and what it works for."""
 
     def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
         self._channel = channel
@@ -177,6 +178,7 @@ class _WithMetadata:
         self._metadata = tuple(metadata)
 
     def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
-        request_id = structlog.contextvars.get_contextvars().get("request_id")
-        traced = () if request_id is None else ((REQUEST_ID_HEADER, str(request_id)),)
+        bound = structlog.contextvars.get_contextvars()
+        request_id = bound.get("request_id")
+        traced = () if request_id is None else ((REQUEST_ID_HEADER, str(request_id)), *tracing.handed_on(bound))
         return self._call(*args, metadata=(*self._metadata, *traced, *(metadata or ())), **kwargs)

@@ -1,11 +1,12 @@
 """The one interceptor of every server. For each RPC, in this order:
 
 1. a request id: the caller's `x-request-id` if it is well formed, a fresh one otherwise;
-2. the log context: that id is on every line that the handler's task writes;
+2. the context: that id, and what the caller says it works for (`tracing`), are on every line that the handler's task
+   writes and go on with the calls that it makes; where the caller is traced, so is the handler;
 3. who calls, and whether that role may call this method (R5: before the request is looked at);
 4. the handler;
 5. the error table: a `PenstockError` becomes its status, anything else INTERNAL with an incident id (R8);
-6. one log line: method, code, duration, role; never a body.
+6. one log line: method, code, duration, role; never a body; and the same in the metrics.
 
 A cancelled RPC's `CancelledError` passes through untouched. A call without a deadline is served like any other.
 """
@@ -24,12 +25,15 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from penstock_chassis import rpc_status
+from penstock_chassis import rpc_status, tracing
 from penstock_chassis.auth import HEALTH_CHECK, Authenticator, RoleTable, authorize, set_principal
 from penstock_chassis.errors import InvalidArgument
+from penstock_chassis.metrics import histogram
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Metadata key of the id that ties the log lines of one request together across services."""
+
+RPC_SECONDS: Final = histogram("penstock_rpc_seconds", "RPCs served, streams with all of their life", "method", "code")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN: Final = secrets.token_hex(8)
@@ -91,8 +95,8 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             started = time.perf_counter()
             try:
-                self._admit(method, context)
-                response = await behaviour(_checked(request), context)
+                with tracing.served(method, self._admit(method, context)):
+                    response = await behaviour(_checked(request), context)
             except BaseException as error:
                 await _fail(method, started, context, error)
                 raise
@@ -107,17 +111,17 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             started = time.perf_counter()
             try:
-                self._admit(method, context)
-                responses = behaviour(_checked(request), context)
-                if hasattr(responses, "__aiter__"):
-                    try:
-                        async for response in responses:
-                            yield response
-                    finally:
-                        # A generator that is left early must run its clean-up now, not when it is collected.
-                        await responses.aclose()
-                else:
-                    await responses  # a handler that calls context.write itself
+                with tracing.served(method, self._admit(method, context)):
+                    responses = behaviour(_checked(request), context)
+                    if hasattr(responses, "__aiter__"):
+                        try:
+                            async for response in responses:
+                                yield response
+                        finally:
+                            # A generator that is left early must run its clean-up now, not when it is collected.
+                            await responses.aclose()
+                    else:
+                        await responses  # a handler that calls context.write itself
             except BaseException as error:
                 await _fail(method, started, context, error)
                 raise
@@ -125,7 +129,8 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
-    def _admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    def _admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        """Lets the caller in; returns the trace context that it came with, or nothing."""
         metadata = [(str(key), value) for key, value in context.invocation_metadata() or ()]
         request_id = next((str(value) for key, value in metadata if key == REQUEST_ID_HEADER), "")
         if not _REQUEST_ID.fullmatch(request_id):
@@ -133,11 +138,12 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(request_id=request_id)
         if method in _OPEN:
-            return
+            return ""
         principal = self._authenticator.authenticate(metadata)
         structlog.contextvars.bind_contextvars(role=str(principal.role))
         authorize(principal, method, self._roles)
         set_principal(principal)
+        return tracing.taken_up(metadata)
 
 
 def _reader(handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
@@ -196,5 +202,6 @@ def _code(context: grpc.aio.ServicerContext[Any, Any], default: grpc.StatusCode)
 
 
 def _report(method: str, took_s: float, code: str, **facts: str) -> None:
+    RPC_SECONDS.labels(method, code).observe(took_s)
     write = _log.debug if method in _OPEN else _log.info
     write("rpc", method=method, code=code, ms=round(took_s * 1e3, 2), **facts)

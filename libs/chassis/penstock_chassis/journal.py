@@ -19,16 +19,22 @@ import functools
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_chassis.metrics import SHORT_S, histogram
 
 SqlValue: TypeAlias = int | float | str | bytes | None
 SqlParams: TypeAlias = Sequence[SqlValue] | Mapping[str, SqlValue]
 Statement: TypeAlias = tuple[str, SqlParams]
+
+_COMMIT_SECONDS: Final = histogram(
+    "penstock_journal_commit_seconds", "Transactions of the journal, begin to commit", buckets=SHORT_S
+)
 
 _MAX_BATCH = 1024
 """From so many writers on a transaction takes no more in: bounds how long the first waits for the last."""
@@ -219,7 +225,10 @@ class Journal:
                     break
             more = jobs is not None
             if batch:
-                self._call(_settle, _commit(connection, batch))
+                began = time.perf_counter()
+                results = _commit(connection, batch)
+                _COMMIT_SECONDS.observe(time.perf_counter() - began)
+                self._call(_settle, results)
 
     def _call(self, function: Any, *arguments: Any) -> None:
         try:

@@ -14,8 +14,8 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, Self, TypeAlias, TypeVar
 
@@ -26,10 +26,13 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from penstock_chassis import logging
+from penstock.ops.v1 import operations_service_pb2_grpc
+from penstock_chassis import logging, operations, tracing
 from penstock_chassis.auth import Authenticator, Role, RoleTable
 from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_chassis.exposition import exposition
 from penstock_chassis.interceptor import ServerInterceptor
+from penstock_chassis.operations import Operations, Troubles, no_troubles
 from penstock_chassis.process import set_parent_death_signal
 from penstock_chassis.settings import ServiceSettings
 from penstock_chassis.tls import ServerTls
@@ -71,7 +74,7 @@ class Service:
 
     `roles` maps `package.Service` or `package.Service/Method` to the roles that may call it beside the operator.
     `warm_up` runs while health still says NOT_SERVING. `drain(seconds)` ends what is open within that time.
-    `endpoints` are further addresses to announce, such as an HTTP ingress.
+    `endpoints` are further addresses to announce, such as an HTTP ingress. `troubles` is for operators.
     """
 
     registrations: Sequence[Registration]
@@ -79,6 +82,7 @@ class Service:
     warm_up: Callable[[], Awaitable[None]] = _nothing
     drain: Callable[[float], Awaitable[None]] = _nothing
     endpoints: Mapping[str, str] = field(default_factory=dict)
+    troubles: Troubles = no_troubles
 
 
 class Server:
@@ -107,7 +111,7 @@ class Server:
         drain_s: float = 10.0,
     ) -> None:
         self._service = service
-        self._authenticator = authenticator
+        self.authenticator = authenticator
         self._host = host
         self._port = port
         self._tls = tls
@@ -132,7 +136,7 @@ class Server:
             raise ValueError(f"roles are given for methods that are not served: {', '.join(unknown)}")
 
         self._server = server = grpc.aio.server(
-            interceptors=[ServerInterceptor(self._authenticator, roles)], options=OPTIONS
+            interceptors=[ServerInterceptor(self.authenticator, roles)], options=OPTIONS
         )
         generic = _GenericOnly(server)
         for servicer, add in self._service.registrations:
@@ -240,19 +244,51 @@ def _only_cause(error: BaseException) -> BaseException:
 
 async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContextManager[Service]]) -> None:
     with _Signals() as stop:
-        async with build(settings) as service, _server(settings, service) as server:
+        async with AsyncExitStack() as stack:
+            token = settings.otlp_token.get_secret_value() if settings.otlp_token else None
+            await stack.enter_async_context(
+                tracing.exporting(
+                    name, settings.otlp_endpoint, ratio=settings.trace_ratio, token=token, ca=settings.otlp_ca
+                )
+            )
+            service = await stack.enter_async_context(build(settings))
+            watched = stack.enter_context(closing(Operations(name, service.troubles, {"state": settings.state_dir})))
+            stack.enter_context(operations.DISK_FREE.told_by(watched.free))
+            server = await stack.enter_async_context(_server(settings, watched_by(watched, service)))
+            endpoints = dict(service.endpoints)
+            if settings.metrics_port is not None:
+                endpoints["metrics"] = await stack.enter_async_context(
+                    exposition(settings.metrics_host, settings.metrics_port, server.authenticator, _tls(settings))
+                )
             ready = {
                 "event": "ready",
                 "service": name,
                 "address": server.address,
-                "endpoints": dict(service.endpoints),
+                "endpoints": endpoints,
                 "pid": os.getpid(),
             }
             _calm_collector()
             sys.stdout.write(orjson.dumps(ready).decode() + "\n")
             sys.stdout.flush()
+            watched.begin()
             await stop()
             _log.info("stopping", service=name)
+
+
+def watched_by(watched: Operations, service: Service) -> Service:
+    """The service, with the one for operators beside its own."""
+    register = operations_service_pb2_grpc.add_OperationsServiceServicer_to_server
+    return replace(
+        service,
+        registrations=(*service.registrations, (watched, register)),
+        roles={**service.roles, **operations.ROLES},
+    )
+
+
+def _tls(settings: ServiceSettings) -> ServerTls | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return ServerTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
 def _calm_collector() -> None:
@@ -272,15 +308,12 @@ def _server(settings: ServiceSettings, service: Service) -> Server:
         )
         if secret is not None
     }
-    tls = None
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        tls = ServerTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
     return Server(
         service,
         Authenticator(tokens, anonymous=settings.anonymous),
         host=settings.host,
         port=settings.port,
-        tls=tls,
+        tls=_tls(settings),
         drain_s=settings.drain_s,
     )
 

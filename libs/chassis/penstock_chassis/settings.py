@@ -64,9 +64,19 @@ class ServiceSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
     log_format: Literal["json", "console"] = Field("json", description="json lines, or text for a person")
     drain_s: float = Field(10.0, ge=0, le=3600, description="seconds that open calls may take to end when stopping")
+    metrics_host: str = Field("127.0.0.1", description="address to serve metrics on; as for host")
+    metrics_port: int | None = Field(
+        None, ge=0, le=65535, description="port to serve Prometheus metrics on; 0 lets the kernel choose, unset: none"
+    )
+    otlp_endpoint: str = Field(
+        "", pattern=r"^(|https?://[^/\s]+/?)$", description="where traces go by OTLP over gRPC, http(s)://host:4317"
+    )
+    otlp_token: SecretStr | None = Field(None, description="bearer token for otlp_endpoint")
+    otlp_ca: Path | None = Field(None, description="PEM file that otlp_endpoint's certificate is verified by")
+    trace_ratio: float = Field(1.0, ge=0, le=1, description="share of the traces begun here that are kept")
     parent_pid: int | None = Field(None, ge=1, description="stop when this process, our parent, ends (Linux)")
 
-    @field_validator("operator_token", "trainer_token", "observer_token")
+    @field_validator("operator_token", "trainer_token", "observer_token", "otlp_token")
     @classmethod
     def _not_blank(cls, value: SecretStr | None) -> SecretStr | None:
         return refuse_blank(value)
@@ -84,20 +94,25 @@ class ServiceSettings(BaseSettings):
             raise ValueError("tls_cert and tls_key are given together or not at all")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError("tls_client_ca needs tls_cert and tls_key")
+        if self.otlp_ca is not None and self.otlp_endpoint.startswith("http://"):
+            raise ValueError(
+                "otlp_ca verifies nothing of an http:// otlp_endpoint, and spans would go in clear: make that https://,"
+                " or leave otlp_ca away"
+            )
         tokens = [t.get_secret_value() for t in (self.operator_token, self.trainer_token, self.observer_token) if t]
         if len(set(tokens)) != len(tokens):
             raise ValueError("each role needs a token of its own")
-        if is_loopback(self.host):
-            if self.operator_token is None and not self.anonymous:
-                raise ValueError(
-                    f"no operator_token is set ({self.env_name('operator_token')}); make one with"
-                    " `openssl rand -hex 32`, or start everything with `penstock up`, which does it for you"
-                )
-        elif self.tls_cert is None or self.operator_token is None or self.anonymous:
+        if is_loopback(self.host) and self.operator_token is None and not self.anonymous:
             raise ValueError(
-                f"host {self.host} is reachable from outside this machine: that needs tls_cert, tls_key and"
-                " operator_token, and no anonymous; or keep host at 127.0.0.1"
+                f"no operator_token is set ({self.env_name('operator_token')}); make one with"
+                " `openssl rand -hex 32`, or start everything with `penstock up`, which does it for you"
             )
+        for name, host in (("host", self.host), ("metrics_host", self.metrics_host)):
+            if not is_loopback(host) and (self.tls_cert is None or self.operator_token is None or self.anonymous):
+                raise ValueError(
+                    f"{name} {host} is reachable from outside this machine: that needs tls_cert, tls_key and"
+                    f" operator_token, and no anonymous; or keep {name} at 127.0.0.1"
+                )
         return self
 
     @classmethod

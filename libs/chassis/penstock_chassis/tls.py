@@ -4,6 +4,7 @@ TLS proves who the server is and hides what is said; a client certificate admits
 token, which says what the caller may do.
 """
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +24,27 @@ class ServerTls:
     def credentials(self) -> grpc.ServerCredentials:
         """Reads the files. Raises InvalidArgument `TLS_FILE` when one cannot be read."""
         return grpc.ssl_server_credentials(
-            [(_read("tls_key", self.key), _read("tls_cert", self.cert))],
-            root_certificates=_read("tls_client_ca", self.client_ca) if self.client_ca else None,
+            [(read_pem("tls_key", self.key), read_pem("tls_cert", self.cert))],
+            root_certificates=read_pem("tls_client_ca", self.client_ca) if self.client_ca else None,
             require_client_auth=self.client_ca is not None,
         )
+
+    def context(self) -> ssl.SSLContext:
+        """The same for a listener that speaks HTTP. Raises InvalidArgument `TLS_FILE` when a file cannot be read."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.cert, self.key)
+            if self.client_ca is not None:
+                context.load_verify_locations(self.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except OSError as error:
+            reason = error.strerror or "cannot be read"
+            raise InvalidArgument(
+                f"tls_cert, tls_key or tls_client_ca: {reason}.",
+                reason="TLS_FILE",
+                violations=[Violation("tls_cert", reason)],
+            ) from None
+        return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +58,14 @@ class ClientTls:
     def credentials(self) -> grpc.ChannelCredentials:
         """Reads the files. Raises InvalidArgument `TLS_FILE` when one cannot be read."""
         return grpc.ssl_channel_credentials(
-            root_certificates=_read("ca", self.ca) if self.ca else None,
-            private_key=_read("key", self.key) if self.key else None,
-            certificate_chain=_read("cert", self.cert) if self.cert else None,
+            root_certificates=read_pem("ca", self.ca) if self.ca else None,
+            private_key=read_pem("key", self.key) if self.key else None,
+            certificate_chain=read_pem("cert", self.cert) if self.cert else None,
         )
 
 
-def _read(name: str, path: Path) -> bytes:
+def read_pem(name: str, path: Path) -> bytes:
+    """The file that the setting `name` names. Raises InvalidArgument `TLS_FILE` when it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -14,24 +14,30 @@ from penstock_chassis.auth import Role
 from penstock_chassis.channel import connect
 from penstock_chassis.journal import Journal
 from penstock_chassis.server import Service
-from penstock_driver import records, registry, terminal_records
-from penstock_driver.fleet import Fleet, new_id
+from penstock_driver import records, registry, rows
+from penstock_driver.fleet import Fleet
 from penstock_driver.history import History
+from penstock_driver.oversight import Oversight
 from penstock_driver.preflight import Preflight
+from penstock_driver.records import new_id
 from penstock_driver.rpc.gate import GrpcGate
 from penstock_driver.rpc.sandboxes import GrpcSandboxes
 from penstock_driver.rpc.shown import encode_event, encode_outcome
 from penstock_driver.rpc.terminal_forms import TerminalForms
 from penstock_driver.service import registrations
 from penstock_driver.settings import DriverSettings
-from penstock_driver.terminals import Terminals
+from penstock_driver.terminals import records as terminal_records
+from penstock_driver.terminals.fleet import Terminals
 
-MIGRATIONS: Final = (registry.MIGRATION, records.MIGRATION, records.MIGRATION_ATTEMPTS, terminal_records.MIGRATION)
+MIGRATIONS: Final = (
+    *(registry.MIGRATION, records.MIGRATION, records.MIGRATION_ATTEMPTS, terminal_records.MIGRATION),
+    rows.MIGRATION,
+)
 _EVERYBODY: Final = (Role.TRAINER, Role.OBSERVER)
 _READING: Final = {
     "penstock.driver.v1.AgentService": ("ListAgents", "GetAgent"),
     "penstock.driver.v1.RolloutService": (
-        *("GetRollout", "ListRollouts", "WatchRollout", "WaitRollout"),
+        *("GetRollout", "ListRollouts", "WatchRollout", "WatchRollouts", "WaitRollout"),
         *("GetGroup", "ListGroups", "WatchGroup", "WaitGroup"),
         *("GetTrajectory", "ExportTrajectories"),
     ),
@@ -93,6 +99,9 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
         if lost:
             _log.warning("rollouts were running when the last driver died", count=lost)
 
+        oversight = Oversight(fleet, terminals)
+        stack.enter_context(oversight.told())
+
         async def stop() -> None:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(terminals.aclose())
@@ -102,11 +111,18 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
             await stop()
 
         try:
-            yield Service(
-                registrations=registrations(fleet, terminals, agents, preflight, sandboxes, gate),
-                roles=ROLES,
-                drain=drain,
-            )
+            # A driver that can write nothing more ends, and the next start ends what ran: nobody waits for it in vain.
+            async with asyncio.TaskGroup() as whole:
+                watching = whole.create_task(history.until_broken())
+                yield Service(
+                    registrations=registrations(
+                        fleet, rows.Rows(journal), terminals, agents, preflight, sandboxes, gate
+                    ),
+                    roles=ROLES,
+                    drain=drain,
+                    troubles=oversight.troubles,
+                )
+                watching.cancel()
         finally:
             await stop()
 

@@ -1,41 +1,36 @@
-"""The rollouts that run, as owned tasks: start, try again, cancel, wait, and what a restart does about those that ran.
+"""The rollouts that run, as owned tasks: start, cancel, wait, and what a restart does about those that ran.
 
 Invariants: every rollout that was accepted ends with one outcome that is on disk, a kill -9 of the driver included: the
-next start ends it as DRIVER_RESTARTED and releases its sandbox and its place at the gate, found by labels (R50). A
-rollout is tried again only for what says nothing about the policy, under the same id, with all of the attempt before
-released. Cancelling is idempotent and returns when the sandbox is gone (R70). A rollout costs one task and no thread.
+next start ends it as DRIVER_RESTARTED and releases its sandbox and its place at the gate, found by labels (R50).
+Cancelling is idempotent and returns when the sandbox is gone (R70). A rollout costs one task and no thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
-import secrets
-import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import structlog
 
 from penstock_chassis.errors import ResourceExhausted, Unavailable
+from penstock_chassis.tracing import working_for
+from penstock_driver import observing
+from penstock_driver.attempts import Attempts, Live, order_of
 from penstock_driver.endings import fault_of_the_driver
 from penstock_driver.grading import DEFAULT_MAX_CHANGES_BYTES
 from penstock_driver.groups import GroupPolicy, GroupWatch
 from penstock_driver.history import History
-from penstock_driver.phases import Conductor
 from penstock_driver.ports import Gate, Sandboxes
-from penstock_driver.preparations import Preparations
 from penstock_driver.records import Filter, GroupRecord, Record, Records
-from penstock_driver.releases import Releases
+from penstock_driver.releases import DRIVER_LABEL, Releases
 from penstock_driver.rollouts import (
-    AttemptFailed,
     CallFinished,
     Cause,
-    Course,
     Failure,
-    Happening,
     Outcome,
     Party,
     Phase,
@@ -43,35 +38,14 @@ from penstock_driver.rollouts import (
     Progress,
     RolloutOrder,
 )
-from penstock_driver.shaping import Shaper
 
-DRIVER_LABEL: Final = "penstock_driver"
 ROLLOUT_LABEL: Final = "penstock_rollout"
-RELEASE_LIMIT_S: Final = 60.0
-ATTEMPT_FIRST_PAUSE_S: Final = 0.5
-ATTEMPT_MOST_PAUSE_S: Final = 30.0
 _STOPPED: Final = Failure(
     Cause.INFRASTRUCTURE, "DRIVER_STOPPED", "the driver was stopped", True, Phase.QUEUED, part=Party.OPERATOR
 )
 
 _log = structlog.get_logger("penstock.driver")
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Live:
-    """A rollout that runs."""
-
-    record: Record
-    order: RolloutOrder
-    key: str
-    course: Course = field(default_factory=Course)
-    conductor: Conductor | None = None
-    sequence: int = 0
-    owes: bool = False
-    task: asyncio.Task[Outcome] | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-    cancelled: Failure | None = None
 
 
 class Fleet:
@@ -105,14 +79,17 @@ class Fleet:
         self._encode_outcome = encode_outcome
         self._slots = asyncio.Semaphore(max_running)
         self._max_live = max_running + max_queued
-        self._agent_port = agent_port
-        self._spool = spool
-        self._max_changes_bytes = max_changes_bytes
-        self._preparations = Preparations(sandboxes)
-        self._releases = Releases(records, sandboxes, gate, self._labels)
-        self._forks: dict[str, Shaper] = {}
-        self._openings = Shaper()
-        self._live: dict[str, _Live] = {}
+        self._attempts = Attempts(
+            history,
+            sandboxes,
+            gate,
+            self._labels,
+            agent_port=agent_port,
+            spool=spool,
+            max_changes_bytes=max_changes_bytes,
+        )
+        self._releases = Releases(self._release)
+        self._live: dict[str, Live] = {}
         self._recovering: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._groups: dict[str, GroupWatch] = {}
@@ -126,16 +103,18 @@ class Fleet:
     async def _tell_calls(self) -> None:
         async for ended in self._gate.calls({DRIVER_LABEL: self._instance_id}):
             # The last call of an agent that has just ended may be told too late: the trajectory has all of them.
-            if live := self._live.get(ended.rollout_id):
-                self._append(live, CallFinished(ended.call))
+            live = self._live.get(ended.rollout_id)
+            if live and not live.is_over:
+                self._attempts.tell(live, CallFinished(ended.call, ended.spent))
 
     async def recover(self) -> int:
         """Begin to end what ran when the last driver died, and return how many rollouts that were.
 
         Each is released first, found by its labels, and ended then, so that an ended rollout has no sandbox. If the
-        other services are not there for RELEASE_LIMIT_S, it is ended all the same, says so, and its release is owed.
+        other services are not there for a minute, it is ended all the same, says so, and its release is owed.
         """
-        await self._releases.start()
+        for rollout_id in await self.records.owed():
+            self._owe_release(rollout_id)
         lost = [record async for record in self.records.all(Filter(ended=False))]
         for record in lost:
             self._recovering[record.rollout_id] = asyncio.Event()
@@ -143,7 +122,7 @@ class Fleet:
         return len(lost)
 
     async def _end_lost(self, record: Record) -> None:
-        released = await self._releases.release(record.rollout_id, RELEASE_LIMIT_S)
+        released = await self._releases.release(record.rollout_id)
         if not released and self._closing:
             return  # the next start takes it up again
         sequence = await self.history.last_sequence(record.rollout_id)
@@ -156,7 +135,7 @@ class Fleet:
         try:
             await self._finish(
                 record,
-                sequence,
+                sequence + 1,
                 Outcome(failure=failure),
                 record.phase_times,
                 is_result=False,
@@ -180,6 +159,13 @@ class Fleet:
     def _labels(self, rollout_id: str) -> dict[str, str]:
         return {DRIVER_LABEL: self._instance_id, ROLLOUT_LABEL: rollout_id}
 
+    async def _release(self, rollout_id: str) -> None:
+        await self._sandboxes.delete_labelled(self._labels(rollout_id))
+        await self._gate.close(rollout_id, "ROLLOUT_ENDED")
+
+    def _owe_release(self, rollout_id: str) -> None:
+        self._releases.owe(rollout_id, partial(self.records.settled, rollout_id))
+
     def start(
         self,
         order: RolloutOrder,
@@ -193,8 +179,7 @@ class Fleet:
             live.task = asyncio.ensure_future(self._conduct(live))
             self._own(self._supervise(live, live.task))
             if self._closing:  # remembered before, and started too late to be among those that are cancelled
-                live.cancelled = _STOPPED
-                live.task.cancel()
+                live.cancel(_STOPPED)
         if group:
             ids = frozenset(record.rollout_id for record in records)
             watch = GroupWatch(
@@ -254,6 +239,20 @@ class Fleet:
         """End all rollouts of a group."""
         await self._cancel_all(group.rollout_ids, _cancelled(reason))
 
+    @property
+    def owed(self) -> tuple[str, ...]:
+        """Ended rollouts that still hold something, because the other services cannot be reached."""
+        return self._releases.owed
+
+    @property
+    def live_groups(self) -> int:
+        """How many groups have a rollout that has not ended."""
+        return len(self._groups)
+
+    def live_phases(self) -> list[Phase]:
+        """Where each rollout that has not ended stands."""
+        return [live.course.phase for live in self._live.values()]
+
     def is_running(self, rollout_id: str) -> bool:
         """Whether a rollout has not ended."""
         return self._end_of(rollout_id) is not None
@@ -278,64 +277,20 @@ class Fleet:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _admit(self, record: Record, order: RolloutOrder, key: str) -> _Live:
-        live = _Live(record, _order_of(order, record.index), key)
+    def _admit(self, record: Record, order: RolloutOrder, key: str) -> Live:
+        live = Live(record, order_of(order, record.index), key)
         self._live[record.rollout_id] = live
-        self._append(live, PhaseChanged(Phase.QUEUED))
+        self._attempts.tell(live, PhaseChanged(Phase.QUEUED))
         return live
 
-    def _conductor(self, live: _Live) -> Conductor:
-        """For the next attempt."""
-        record, order, backend = live.record, live.order, live.order.sandbox.backend
-
-        def record_event(event: Happening) -> None:
-            self._append(live, event)
-
-        conductor = Conductor(
-            record.rollout_id,
-            record.group_id,
-            record.index,
-            order,
-            live.key,
-            sandboxes=self._sandboxes,
-            gate=self._gate,
-            preparations=self._preparations,
-            forks=self._forks.setdefault(backend, Shaper()),
-            openings=self._openings,
-            attempt=live.course.attempt,
-            labels=self._labels(record.rollout_id),
-            agent_port=self._agent_port,
-            spool=self._spool,
-            max_changes_bytes=self._max_changes_bytes,
-            enter=lambda phase: self._enter(live, phase),
-            record=record_event,
-        )
-        if live.cancelled:
-            conductor.cancel_failure = live.cancelled
-        return conductor
-
-    def _enter(self, live: _Live, phase: Phase) -> None:
-        took = live.course.enter(phase)
-        self.history.set_phase(live.record.rollout_id, phase, live.course.attempt)
-        self._append(live, PhaseChanged(phase, took))
-
-    async def _conduct(self, live: _Live) -> Outcome:
+    async def _conduct(self, live: Live) -> Outcome:
+        # On every line of this task's log, and on those of whoever it asks.
+        record = live.record
+        working_for(request_id=record.rollout_id, rollout_id=record.rollout_id, group_id=record.group_id)
         async with self._slots:
-            pause = ATTEMPT_FIRST_PAUSE_S
-            while True:
-                live.conductor = conductor = self._conductor(live)
-                outcome = await conductor.run()
-                live.owes |= conductor.owes
-                failure = outcome.failure
-                is_last = live.course.attempt >= live.order.max_attempts or live.cancelled is not None
-                if failure is None or not failure.retriable or outcome.reward or is_last:
-                    return outcome
-                self._append(live, AttemptFailed(live.course.attempt, failure))
-                live.course.begin_anew()
-                await asyncio.sleep(pause * random.uniform(1.0, 1.25))  # noqa: S311 - jitter
-                pause = min(2 * pause, ATTEMPT_MOST_PAUSE_S)
+            return await self._attempts.conduct(live)
 
-    async def _supervise(self, live: _Live, task: asyncio.Task[Outcome]) -> None:
+    async def _supervise(self, live: Live, task: asyncio.Task[Outcome]) -> None:
         """See one rollout to its end; never cancelled itself, so that every end is recorded."""
         await asyncio.wait([task])
         # A task that is cancelled before it has a slot, or between two attempts, has nothing to be released.
@@ -347,8 +302,10 @@ class Fleet:
             outcome, live.owes = Outcome(failure=fault_of_the_driver(live.course.phase)), True
         else:
             outcome = task.result()
-        took = live.course.enter(Phase.ENDED)
-        self._append(live, PhaseChanged(Phase.ENDED, took))
+        took = observing.enter(live.course, Phase.ENDED)
+        self._attempts.tell(live, PhaseChanged(Phase.ENDED, took))
+        live.is_over = True
+        live.sequence += 1  # the outcome's, which `_finish` tells with the end
         is_result = outcome.is_result(verified=live.order.task.verifier is not None)
         try:
             await self._finish(
@@ -368,12 +325,6 @@ class Fleet:
         if live.record.group_id and (watch := self._groups.get(live.record.group_id)):
             watch.ended(is_result=is_result)
 
-    def _append(self, live: _Live, event: Happening) -> None:
-        live.sequence += 1
-        is_summary = isinstance(event, PhaseChanged | AttemptFailed | Outcome)
-        record = live.record
-        self.history.append(record.rollout_id, record.group_id, live.sequence, event, is_summary=is_summary)
-
     async def _finish(
         self,
         record: Record,
@@ -386,8 +337,9 @@ class Fleet:
         attempts: int,
         owes: bool,
     ) -> None:
-        """Put the last event and the end in order, and return when they are on disk."""
-        self.history.append(record.rollout_id, record.group_id, sequence + 1, outcome, is_summary=True)
+        """Put the last event, number `sequence`, and the end in order, and return when they are on disk."""
+        observing.ended(record, outcome)
+        self.history.append(record.rollout_id, record.group_id, sequence, outcome, is_summary=True)
         self.history.end(
             record.rollout_id,
             record.group_id,
@@ -395,7 +347,7 @@ class Fleet:
             times,
             is_result=is_result,
             fork_kind=fork_kind,
-            last_sequence=sequence + 1,
+            last_sequence=sequence,
             attempts=attempts,
             owes=owes,
         )
@@ -403,17 +355,13 @@ class Fleet:
             await self.history.flush()
         finally:
             if owes:
-                self._releases.owe(record.rollout_id)
+                self._owe_release(record.rollout_id)
 
     async def _cancel_all(self, rollout_ids: Collection[str], failure: Failure) -> None:
         ends = [end for rollout_id in rollout_ids if (end := self._end_of(rollout_id))]
         for rollout_id in rollout_ids:
-            live = self._live.get(rollout_id)
-            if live and live.cancelled is None and live.task:
-                live.cancelled = failure
-                if live.conductor:
-                    live.conductor.cancel_failure = failure
-                live.task.cancel()
+            if live := self._live.get(rollout_id):
+                live.cancel(failure)
         for end in ends:
             await end.wait()
 
@@ -422,38 +370,6 @@ class Fleet:
             await watch.run()
         finally:
             self._groups.pop(group_id, None)
-
-
-def new_id(prefix: str) -> str:
-    """A fresh identifier of 128 random bits (R25)."""
-    return f"{prefix}{secrets.token_hex(16)}"
-
-
-def _order_of(order: RolloutOrder, index: int) -> RolloutOrder:
-    """The order of one rollout of a group: its seed is the group's plus its index."""
-    if order.choice.seed is None or index == 0:
-        return order
-    return replace(order, choice=replace(order.choice, seed=order.choice.seed + index))
-
-
-def new_records(order: RolloutOrder, spec: bytes, ids: Sequence[str], group_id: str | None = None) -> list[Record]:
-    """Records of new rollouts of one order; `spec` in the wire's form, without secrets."""
-    now = time.time()
-    return [
-        Record(
-            rollout_id=rollout_id,
-            group_id=group_id,
-            index=index,
-            run_id=order.run_id,
-            task_id=order.task.task_id,
-            agent=order.agent.spec.name,
-            agent_sha256=order.agent.sha256,
-            labels=dict(order.labels),
-            spec=spec,
-            create_time=now,
-        )
-        for index, rollout_id in enumerate(ids)
-    ]
 
 
 def _cancelled(reason: str) -> Failure:

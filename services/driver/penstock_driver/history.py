@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from sqlite3 import OperationalError
 from typing import Final, TypeAlias
@@ -20,7 +20,8 @@ from typing import Final, TypeAlias
 import structlog
 
 from penstock_chassis.journal import Journal, Statement
-from penstock_driver.rollouts import Happening, Phase
+from penstock_driver.rollouts import CallFinished, Happening, Phase
+from penstock_driver.rows import Changes, counted
 
 PAGE: Final = 256
 """Events that a watcher reads at once."""
@@ -40,7 +41,9 @@ class History:
         self._journal = journal
         self._encode = encode
         self._pending: list[Statement] = []
-        self._touched: set[str] = set()
+        self._touched: dict[str, bool] = {}
+        """Rollouts (True) and groups of which something is pending."""
+        self._watchers: set[Changes] = set()
         self._flushes: list[asyncio.Future[None]] = []
         self._signals: dict[str, set[asyncio.Event]] = {}
         self._wake = asyncio.Event()
@@ -54,6 +57,10 @@ class History:
         self._wake.set()
         await asyncio.shield(self._writer)
 
+    async def until_broken(self) -> None:
+        """Raise what breaks the journal for good, when it does; return when the history is closed."""
+        await asyncio.shield(self._writer)
+
     def append(
         self, rollout_id: str, group_id: str | None, sequence: int, event: Happening, *, is_summary: bool
     ) -> None:
@@ -65,6 +72,8 @@ class History:
                 (rollout_id, group_id, sequence, is_summary, payload),
             )
         )
+        if isinstance(event, CallFinished):
+            self._pending.append(counted(rollout_id, event.spent))
         self._touch(rollout_id, group_id)
 
     def set_phase(self, rollout_id: str, phase: Phase, attempt: int) -> None:
@@ -105,9 +114,9 @@ class History:
         self._touch(rollout_id, group_id)
 
     def _touch(self, rollout_id: str, group_id: str | None) -> None:
-        self._touched.add(rollout_id)
+        self._touched[rollout_id] = True
         if group_id:
-            self._touched.add(group_id)
+            self._touched.setdefault(group_id, False)
         self._wake.set()
 
     async def flush(self) -> None:
@@ -130,6 +139,21 @@ class History:
             self._signals[resource_id].discard(signal)
             if not self._signals[resource_id]:
                 del self._signals[resource_id]
+
+    @contextmanager
+    def changes(self) -> Iterator[Changes]:
+        """The rollouts of which something was written, or that were deleted, since the block began."""
+        changes = Changes()
+        self._watchers.add(changes)
+        try:
+            yield changes
+        finally:
+            self._watchers.discard(changes)
+
+    def deleted(self, rollout_ids: Collection[str]) -> None:
+        """Rollouts are forgotten: tells those who watch all."""
+        for watcher in self._watchers:
+            watcher.add(rollout_ids)
 
     async def events(self, rollout_id: str, after: int) -> list[tuple[int, bytes]]:
         """Up to PAGE events of a rollout after a sequence number, as (sequence, payload)."""
@@ -156,7 +180,7 @@ class History:
             await self._wake.wait()
             self._wake.clear()
             statements, self._pending = self._pending, []
-            touched, self._touched = self._touched, set()
+            touched, self._touched = self._touched, {}
             flushes, self._flushes = self._flushes, []
             try:
                 if statements:
@@ -173,7 +197,7 @@ class History:
                     raise
                 # No room, as a rule: that may pass, and an end that is lost would be told as another one.
                 self._pending[:0] = statements
-                self._touched |= touched
+                self._touched = touched | self._touched
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RETRY_S):
                         await self._closing.wait()
@@ -182,6 +206,9 @@ class History:
             for flush in flushes:
                 if not flush.done():
                     flush.set_result(None)
+            rollouts = [resource_id for resource_id, is_rollout in touched.items() if is_rollout]
+            for watcher in self._watchers:
+                watcher.add(rollouts)
             for resource_id in touched:
                 for signal in self._signals.get(resource_id, ()):
                     signal.set()

@@ -13,21 +13,19 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError, PermissionDenied, ResourceExhausted
+from penstock_chassis.errors import NotFound, PenstockError, ResourceExhausted
+from penstock_chassis.tracing import working_for
 from penstock_driver import rewards
-from penstock_driver.endings import OF_THE_SANDBOX, describe, failure_of, fault_of_the_driver, judge
-from penstock_driver.events import AgentEvent, EventKind, EventParser
+from penstock_driver.agent_runs import Fetched, fetch_artifacts, run_agent
+from penstock_driver.endings import describe, failure_of, fault_of_the_driver, judge
 from penstock_driver.grading import Grader
-from penstock_driver.launches import Launch, Place, artifact_paths, check_host_tools, plan_launch
+from penstock_driver.launches import Launch, Place, check_host_tools, plan_launch
 from penstock_driver.patience import UNAVAILABLE_PATIENCE_S, patiently
 from penstock_driver.ports import (
-    Command,
-    Exit,
-    ExitReason,
     Gate,
     GateClosing,
     GateOpening,
@@ -38,7 +36,6 @@ from penstock_driver.ports import (
 from penstock_driver.preparations import Preparations, Prepared, SetupFailed, setup_commands
 from penstock_driver.rollouts import (
     CARRY_S,
-    AgentExit,
     ArtifactCollected,
     Cause,
     Failure,
@@ -53,19 +50,14 @@ from penstock_driver.rollouts import (
     with_failure,
 )
 from penstock_driver.shaping import Shaper
-from penstock_driver.specs import EventSource
+from penstock_driver.workdiff import Work
 
-AGENT_PROCESS: Final = "agent"
 NAMELESS_MODEL: Final = "model"
 """What the agent calls the model when its source gives no name, as a bare tokenizer does."""
-STDERR_TAIL_BYTES: Final = 4096
-WATCH_MARGIN_S: Final = 30.0
-"""How much longer than the agent's own limit the driver waits for its exit before it calls the sandbox lost."""
 CLEAN_UP_S: Final = 60.0
 
 _log = structlog.get_logger("penstock.driver")
 T = TypeVar("T")
-_Fetched: TypeAlias = ArtifactCollected | Failure
 
 
 class Conductor:
@@ -120,7 +112,8 @@ class Conductor:
         self._grader = (
             Grader(sandboxes, verifier, spool=spool, max_bytes=max_changes_bytes) if verifier is not None else None
         )
-        self._artifacts: list[_Fetched] | None = None
+        self._work = Work(order.task, sandboxes, spool=spool, record=record)
+        self._artifacts: list[Fetched] | None = None
         self._outcome = Outcome()
         self.fork_kind = 0
         self.owes = False
@@ -149,9 +142,11 @@ class Conductor:
         prepared = await self._prepare()
         opening = await self._open_gate()
         sandbox, prepared = await self._fork(prepared, opening)
+        working_for(sandbox_id=sandbox.sandbox_id)
         self._enter(Phase.CONFIGURING)
         if self._grader:
             await self._grader.prepare(sandbox)
+        await self._work.keep(sandbox)
         launch = self._plan(sandbox, prepared, opening)
         if launch.files:
             await self._sandboxes.write_files(sandbox.sandbox_id, launch.files)
@@ -159,6 +154,8 @@ class Conductor:
         failure = await self._run_agent(sandbox, launch)
         if failure:
             self._fail(failure)
+        if failure is None or failure.is_gradable:
+            await self._work.tell(sandbox)
         if self._grader and (failure is None or failure.is_gradable):
             self._enter(Phase.VERIFYING)
             await self._verify(self._grader, sandbox, prepared)
@@ -283,50 +280,17 @@ class Conductor:
 
     async def _run_agent(self, sandbox: SandboxFacts, launch: Launch) -> Failure | None:
         """Start and watch the agent; on return it and all that it started are dead and its credential is void."""
-        command = Command(
-            argv=launch.argv,
-            env={**self._order.task.env, **launch.env},
-            secret_env=launch.secret_env,
-            timeout_s=self._order.limits.agent_s,
-        )
         interruptions = self._gate.interruptions
-        await self._sandboxes.start(sandbox.sandbox_id, AGENT_PROCESS, command, launch.stdin)
-        done: AgentEvent | None = None
-        said = self._order.agent.spec.events
-        parser = EventParser(said.rules, text=said.source is EventSource.STDOUT_LINES)
-        stderr, end = bytearray(), Exit(ExitReason.KILLED)
-        try:
-            async with asyncio.timeout(self._order.limits.agent_s + WATCH_MARGIN_S):
-                async for item in self._sandboxes.watch(sandbox.sandbox_id, AGENT_PROCESS):
-                    if isinstance(item, Exit):
-                        end = item
-                    elif item.is_stderr:
-                        stderr += item.data
-                        del stderr[:-STDERR_TAIL_BYTES]
-                    else:
-                        for event in parser.feed(item.data):
-                            done = event if event.kind is EventKind.DONE else done
-                            self._record(event)
-        except TimeoutError:
-            message = "the agent's limit is over and the sandbox service has not ended it"
-            raise failed(
-                Cause.INFRASTRUCTURE, "SANDBOX_UNRESPONSIVE", message, self._phase, retriable=True, part=Party.SANDBOX
-            ) from None
-        for event in parser.finish():
-            done = event if event.kind is EventKind.DONE else done
-            self._record(event)
-        if end.reason is not ExitReason.SANDBOX_LOST:
-            await self._sandboxes.kill(sandbox.sandbox_id, AGENT_PROCESS)
-        agent_exit = AgentExit(end, bytes(stderr))
-        self._outcome = replace(self._outcome, agent_exit=agent_exit)
-        self._record(agent_exit)
+        run = await run_agent(self._sandboxes, sandbox.sandbox_id, self._order, launch, self._record)
+        self._outcome = replace(self._outcome, agent_exit=run.exit)
+        self._record(run.exit)
         # A gate that restarts at this moment has all that the agent did in its journal: it is worth waiting for.
         closing = patiently(lambda: self._gate.close(self._id, "AGENT_EXITED"), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S)
         self._closing = await self._of_gate(closing)
         return judge(
-            end,
+            run.exit.exit,
             self._closing,
-            done,
+            run.done,
             self._order.agent.spec.success_exit_codes,
             self._phase,
             gate_was_away=self._gate.interruptions != interruptions,
@@ -390,23 +354,9 @@ class Conductor:
             else:
                 self._fail(replace(item, phase=self._phase))
 
-    async def _fetch_artifacts(self, sandbox: SandboxFacts, prepared: Prepared) -> list[_Fetched]:
-        """The artifacts that are there, and a failure for each that must be and is not."""
-        spec = self._order.agent.spec
-        place = Place(sandbox.home, sandbox.workdir, prepared.toolbox.mount_path, "", "", "", self._id, 0)
-        fetched: list[_Fetched] = []
-        for artifact, path in zip(spec.artifacts, artifact_paths(spec, place), strict=True):
-            try:
-                content, size = await self._sandboxes.read_file(sandbox.sandbox_id, path, artifact.max_bytes)
-            except (NotFound, FailedPrecondition, PermissionDenied) as error:
-                if error.reason in OF_THE_SANDBOX:
-                    raise
-                if artifact.required:
-                    message = f"the agent left no {artifact.name}: {error.message}"
-                    fetched.append(Failure(Cause.AGENT, "ARTIFACT_MISSING", message, False, self._phase))
-                continue
-            fetched.append(ArtifactCollected(artifact.name, content, size))
-        return fetched
+    async def _fetch_artifacts(self, sandbox: SandboxFacts, prepared: Prepared) -> list[Fetched]:
+        spec, toolbox = self._order.agent.spec, prepared.toolbox.mount_path
+        return await fetch_artifacts(self._sandboxes, sandbox, spec, toolbox, self._id, self._phase)
 
     async def _clean_up(self) -> None:
         """Release the sandbox and the place at the gate, whatever happens to the task meanwhile."""
@@ -432,6 +382,7 @@ class Conductor:
                 tasks.create_task(self._attempt("gate", closing))
         if self._grader:
             self._grader.close()
+        self._work.close()
 
     async def _attempt(self, what: str, work: Awaitable[object]) -> None:
         try:

@@ -300,11 +300,22 @@ class GateClosing:
 
 
 @dataclass(frozen=True, slots=True)
+class CallSpent:
+    """What a call came to: tokens, and the policy versions that sampled them (None where none was told)."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    oldest_version: int | None = None
+    newest_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CallEnded:
     """A model call of a rollout came to its end; `call` is the gate's own account of it, without tokens."""
 
     rollout_id: str
     call: bytes = field(repr=False)
+    spent: CallSpent = field(default_factory=CallSpent)
 
 
 class Gate(Protocol):

@@ -6,6 +6,8 @@ Specs and outcomes are kept as bytes in the wire's form; `history` keeps the eve
 from __future__ import annotations
 
 import json
+import secrets
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from sqlite3 import IntegrityError, Row
@@ -13,7 +15,7 @@ from typing import Final
 
 from penstock_chassis.errors import AlreadyExists, NotFound
 from penstock_chassis.journal import Journal, SqlValue, Statement
-from penstock_driver.rollouts import Phase
+from penstock_driver.rollouts import Phase, RolloutOrder
 
 MIGRATION: Final = """
 CREATE TABLE driver (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -98,6 +100,31 @@ class Filter:
     agent: str | None = None
 
 
+def new_id(prefix: str) -> str:
+    """A fresh identifier of 128 random bits (R25)."""
+    return f"{prefix}{secrets.token_hex(16)}"
+
+
+def new_records(order: RolloutOrder, spec: bytes, ids: Sequence[str], group_id: str | None = None) -> list[Record]:
+    """Records of new rollouts of one order; `spec` in the wire's form, without secrets."""
+    now = time.time()
+    return [
+        Record(
+            rollout_id=rollout_id,
+            group_id=group_id,
+            index=index,
+            run_id=order.run_id,
+            task_id=order.task.task_id,
+            agent=order.agent.spec.name,
+            agent_sha256=order.agent.sha256,
+            labels=dict(order.labels),
+            spec=spec,
+            create_time=now,
+        )
+        for index, rollout_id in enumerate(ids)
+    ]
+
+
 class Records:
     """Rollouts, groups and the requests that made them."""
 
@@ -153,12 +180,12 @@ class Records:
         """One rollout; NotFound (ROLLOUT_UNKNOWN)."""
         rows = await self._journal.query("SELECT * FROM rollouts WHERE rollout_id = ?", (rollout_id,))
         if not rows:
-            raise NotFound("there is no such rollout", reason="ROLLOUT_UNKNOWN")
+            raise NotFound(f"there is no rollout {rollout_id}", reason="ROLLOUT_UNKNOWN")
         return _record(rows[0])
 
     async def list(self, matching: Filter, before: int, limit: int) -> tuple[Sequence[Record], int]:
         """Up to `limit` rollouts with a number below `before` (0 for the newest), newest first, and where to go on."""
-        where, values = _where(matching)
+        where, values = conditions(matching)
         if before:
             where.append("number < ?")
             values.append(before)
@@ -239,7 +266,8 @@ def _insertion(record: Record) -> Statement:
     )
 
 
-def _where(matching: Filter) -> tuple[list[str], list[SqlValue]]:
+def conditions(matching: Filter) -> tuple[list[str], list[SqlValue]]:
+    """A filter as SQL: conditions on the columns of `rollouts`, and the values that they take."""
     where, values = [], []
     for column, value in (
         ("run_id", matching.run_id),

@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 
 from penstock_driver.events import AgentEvent
 from penstock_driver.launches import AgentChoice, FileToWrite
-from penstock_driver.ports import Command, Exit, SandboxTerms
+from penstock_driver.ports import CallSpent, Command, Exit, SandboxTerms
 from penstock_driver.registry import Agent
 
 
@@ -195,11 +195,15 @@ class Task:
     setup: tuple[Command, ...] = ()
     verifier: Verifier | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    keep_diff: bool = False
+    keep_files: bool = False
 
 
 CARRY_S: Final = 150.0
 """How long keeping what is to be restored may take, and taking over the agent's changes; a sandbox's lease has room for
 each."""
+DIFF_S: Final = 30.0
+"""How long reading the working directory for `keep_diff` and `keep_files` may take, each of the two times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +218,7 @@ class Limits:
     @property
     def sandbox_s(self) -> float:
         """How long a sandbox may be needed: all that happens in it, and a margin for the calls between (R61)."""
-        return self.agent_s + self.verify_s + 2 * CARRY_S + 30.0
+        return self.agent_s + self.verify_s + 2 * CARRY_S + 2 * DIFF_S + 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +272,10 @@ class CommandFinished:
 
 @dataclass(frozen=True, slots=True)
 class CallFinished:
-    """A model call ended; `call` as in `ports.CallEnded`."""
+    """A model call ended; `call` and `spent` as in `ports.CallEnded`."""
 
     call: bytes
+    spent: CallSpent = field(default_factory=CallSpent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,16 @@ from penstock_driver.fleet import Fleet
 from penstock_driver.ports import Sandboxes
 from penstock_driver.preflight import Preflight
 from penstock_driver.registry import AgentRegistry
+from penstock_driver.rows import Rows
 from penstock_driver.rpc.agent_service import AgentServicer
 from penstock_driver.rpc.rollout_service import Captures, RolloutServicer
 from penstock_driver.rpc.terminal_service import TerminalServicer
-from penstock_driver.terminals import Terminals
+from penstock_driver.terminals.fleet import Terminals
 
 
 def registrations(
     fleet: Fleet,
+    rows: Rows,
     terminals: Terminals,
     registry: AgentRegistry,
     preflight: Preflight,
@@ -28,7 +30,7 @@ def registrations(
     return [
         (AgentServicer(registry, sandboxes), agent_service_pb2_grpc.add_AgentServiceServicer_to_server),
         (
-            RolloutServicer(fleet, registry, preflight, gate),
+            RolloutServicer(fleet, rows, registry, preflight, gate),
             rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server,
         ),
         (TerminalServicer(terminals), terminal_service_pb2_grpc.add_TerminalServiceServicer_to_server),

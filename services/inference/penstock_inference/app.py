@@ -38,7 +38,8 @@ async def build(settings: InferenceSettings) -> AsyncIterator[Service]:
         transfers = Transfers(engine)
         stack.push_async_callback(transfers.aclose)
         servicer = InferenceServicer(engine, files, codec, updates, adapters, transfers)
-        yield Service(registrations=[(servicer, REGISTER)], roles=ROLES)
+        stack.enter_context(servicer.oversight.told())
+        yield Service(registrations=[(servicer, REGISTER)], roles=ROLES, troubles=servicer.oversight.troubles)
 
 
 async def _engine(settings: InferenceSettings, options: EngineOptions) -> Engine:

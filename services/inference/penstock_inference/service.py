@@ -11,13 +11,15 @@ from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis.auth import Role
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_chassis.tracing import note_here
 from penstock_codec.codec import Codec
 from penstock_codec.errors import CodecError
 from penstock_inference.adapters import AdapterUploads
-from penstock_inference.engines.base import Engine, EngineInfo, PauseMode, TokenIds
+from penstock_inference.engines.base import Done, Engine, EngineInfo, PauseMode, TokenIds
 from penstock_inference.engines.optional import Chats, Sleeper, missing_capability
 from penstock_inference.gaps import GapReports
 from penstock_inference.model_files import TokenizerDirectory
+from penstock_inference.oversight import Oversight
 from penstock_inference.rpc import convert, messages
 from penstock_inference.text import template_options
 from penstock_inference.transfers import Transfers
@@ -60,6 +62,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self._adapters = adapters
         self._transfers = transfers
         self._gaps = GapReports()
+        self.oversight = Oversight(engine, self._gaps)
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:  # noqa: N802
         parser = "" if self._codec is None else self._codec.parser
@@ -81,9 +84,12 @@ class InferenceServicer(rpc.InferenceServiceServicer):
             return
         prompt = await self._render(request.chat) if rendered else convert.token_ids(request.token_ids, "token_ids")
         wanted = convert.generate_request(request, prompt, info)
-        async with aclosing(self._engine.generate(wanted)) as events:
-            async for event in events:
-                yield convert.generate_event(event, wanted, info, show_prompt=rendered)
+        with self.oversight.generating(wanted):
+            async with aclosing(self._engine.generate(wanted)) as events:
+                async for event in events:
+                    if isinstance(event, Done):
+                        note_here(sampled_tokens=event.token_ids.size, prompt_tokens=event.prompt_tokens)
+                    yield convert.generate_event(event, wanted, info, show_prompt=rendered)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:  # noqa: N802
         if request.adapter:
@@ -122,17 +128,22 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:  # noqa: N802
         await self._engine.pause(convert.pause_mode(request.mode))
+        self.oversight.look()
         stats = self._engine.stats()
         return pb.PauseResponse(in_flight_count=stats.running + stats.waiting)
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:  # noqa: N802
         await self._engine.resume()
+        self.oversight.look()
         return pb.ResumeResponse()
 
     async def UpdateWeights(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context: Context
     ) -> pb.UpdateWeightsResponse:
-        return convert.update_response(await self._updates.receive(convert.update_frames(request_iterator)))
+        try:
+            return convert.update_response(await self._updates.receive(convert.update_frames(request_iterator)))
+        finally:
+            self.oversight.look()
 
     async def ReportGap(self, request: pb.ReportGapRequest, context: Context) -> pb.ReportGapResponse:  # noqa: N802
         self._gaps.take(convert.gap(request.gap), self._engine.info().policy_version)
@@ -150,10 +161,12 @@ class InferenceServicer(rpc.InferenceServiceServicer):
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:  # noqa: N802
         await self._sleeper().sleep(request.level)
+        self.oversight.look()
         return pb.SleepResponse()
 
     async def Wake(self, request: pb.WakeRequest, context: Context) -> pb.WakeResponse:  # noqa: N802
         await self._sleeper().wake()
+        self.oversight.look()
         return pb.WakeResponse()
 
     async def InitTransfer(  # noqa: N802
@@ -179,12 +192,18 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def FinishTransfer(  # noqa: N802
         self, request: pb.FinishTransferRequest, context: Context
     ) -> pb.FinishTransferResponse:
-        return convert.transfer_response(await self._transfers.finish(request.transfer_id, request.commit))
+        try:
+            return convert.transfer_response(await self._transfers.finish(request.transfer_id, request.commit))
+        finally:
+            self.oversight.look()
 
     async def LoadAdapter(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.LoadAdapterRequest], context: Context
     ) -> pb.LoadAdapterResponse:
-        loaded = await self._adapters.load(convert.adapter_frames(request_iterator))
+        try:
+            loaded = await self._adapters.load(convert.adapter_frames(request_iterator))
+        finally:
+            self.oversight.look()
         return pb.LoadAdapterResponse(adapter=convert.adapter(loaded))
 
     async def UnloadAdapter(  # noqa: N802

@@ -12,6 +12,7 @@ import structlog
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Violation
 from penstock_inference.engines.base import Engine, PauseMode
 from penstock_inference.engines.optional import WeightTransfers, missing_capability
+from penstock_inference.metrics import UPDATE_SECONDS
 from penstock_inference.weights import UpdateResult
 
 DEFAULT_IDLE_S = 300.0
@@ -78,6 +79,9 @@ class Transfers:
         phases = await engine.finish_transfer(commit)
         version = self._engine.info().policy_version
         result = UpdateResult(version, transfer_s=phases.load_s, pause_s=phases.pause_s)
+        if commit:
+            for phase, took in (("load", phases.load_s), ("pause", phases.pause_s)):
+                UPDATE_SECONDS.labels(phase).observe(took)
         self._last = (transfer_id, result)
         return result
 

@@ -18,6 +18,7 @@ from penstock_chassis.errors import Unsupported
 from penstock_inference.engines.base import Engine, PauseMode, UpdateFormat, UpdatePhases
 from penstock_inference.engines.optional import WeightFiles
 from penstock_inference.finishing import Finishing
+from penstock_inference.metrics import UPDATE_SECONDS
 from penstock_inference.safetensors_file import parse_safetensors
 from penstock_inference.uploads import Commit, Uploads, frame_invalid, under
 
@@ -111,9 +112,12 @@ class WeightUpdates:
             await self._engine.abort_update()
             raise
         phases = await self._finishing.run(self._commit(begin, identity), "commit-update")
-        return UpdateResult(
+        result = UpdateResult(
             begin.policy_version, transferred - began, parsed - transferred + phases.load_s, phases.pause_s
         )
+        for phase, took in (("transfer", result.transfer_s), ("load", result.load_s), ("pause", result.pause_s)):
+            UPDATE_SECONDS.labels(phase).observe(took)
+        return result
 
     async def aclose(self) -> None:
         """Wait for what is being put in force."""

@@ -46,6 +46,8 @@ class Answers:
         self, call_id: str, lease_id: str, answer: Completion | Failure, *, session: Session | None = None
     ) -> Accepted | Rejection:
         """Judges a trainer's answer. What is accepted counts, and is told to the agent, once it is committed."""
+        if session is not None:
+            session.answered_at = self._clock.wall()
         call = self._judge(call_id, lease_id, session)
         if isinstance(call, Rejection):
             before = self._calls.get(call_id)
@@ -132,6 +134,8 @@ class Answers:
         oldest = min(span.policy_version for span in versions)
         if oldest >= least:
             return None
+        if call.stale_since is None:
+            call.stale_since = self._clock.wall()
         message = f"Sampled by version {oldest}; this call accepts {least} and newer."
         return Rejection(call.id, RejectionReason.STALE_POLICY, message)
 

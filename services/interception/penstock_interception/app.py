@@ -32,6 +32,7 @@ from penstock_interception.ingress.messages import Messages
 from penstock_interception.ingress.passthrough import Passthrough
 from penstock_interception.ingress.responses import Responses
 from penstock_interception.limits import GateLimits
+from penstock_interception.oversight import Oversight
 from penstock_interception.requests import ChatRequest
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import RolloutGateServicer, register_gate
@@ -54,6 +55,7 @@ ROLES = {
     f"{_GATE}/ListRollouts": (Role.TRAINER, Role.OBSERVER),
     f"{_GATE}/GetCapture": (Role.TRAINER, Role.OBSERVER),
     f"{_GATE}/WatchCalls": (Role.TRAINER, Role.OBSERVER),
+    f"{_GATE}/WatchGate": (Role.TRAINER, Role.OBSERVER),
     _INTERCEPT: (Role.TRAINER,),
     f"{_INTERCEPT}/ListCalls": (Role.TRAINER, Role.OBSERVER),
     f"{_INTERCEPT}/GetCall": (Role.TRAINER, Role.OBSERVER),
@@ -86,6 +88,8 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         restored = await turns.restore()
         _log.info("restored", rollouts=restored)
         tasks.create_task(_keep_time(turns.gate))
+        oversight = Oversight(turns.gate)
+        stack.enter_context(oversight.told())
         stopping = asyncio.Event()
         connections = stack.enter_context(closing(Connections(_connection_limits(settings))))
         ingress = Ingress(
@@ -118,6 +122,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
             roles=ROLES,
             drain=partial(_drain, turns.gate, stopping),
             endpoints={"ingress": address},
+            troubles=oversight.troubles,
         )
 
 

@@ -21,6 +21,7 @@ from penstock_interception.graph.model import CallClass, Plan
 from penstock_interception.tokens import Grant, TokenTerms
 
 if TYPE_CHECKING:
+    from penstock_interception.observing import CallTrace
     from penstock_interception.sessions import Lane, Session
 
 
@@ -193,6 +194,8 @@ class Arrival:
     body_bytes: int = 0
     # The budget that lowered `max_tokens` to what was left of it; "" when none did.
     bounded_by: str = ""
+    # W3C trace context that the agent sent; "" where nothing is traced.
+    trace_parent: str = ""
 
     def without_body(self) -> Arrival:
         """The same with an empty body. Each call asks for it, and `dataclasses.replace` costs several times as much."""
@@ -209,6 +212,7 @@ class Arrival:
             self.agent_session,
             self.body_bytes,
             self.bounded_by,
+            self.trace_parent,
         )
 
 
@@ -344,6 +348,10 @@ class Call:
     size: int = 0
     # Runs while the service itself answers the call; cancelled when the call ends by other means.
     work: asyncio.Task[None] | None = None
+    # When an answer was refused first because its weights were too old.
+    stale_since: float | None = None
+    # Its spans, where it is traced.
+    trace: CallTrace | None = None
 
     @property
     def offered(self) -> bool:

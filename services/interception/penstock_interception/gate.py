@@ -18,6 +18,7 @@ import structlog
 from penstock_chassis.errors import AlreadyExists, NotFound, ResourceExhausted, Unavailable
 from penstock_codec.chat import Sampling
 from penstock_codec.random_ids import random_id
+from penstock_interception import observing
 from penstock_interception.answers import Answers
 from penstock_interception.audit import Audit
 from penstock_interception.calls import (
@@ -213,6 +214,7 @@ class Gate:
         rollout.by_retry_key[arrival.retry_key] = call
         if not rollout.holds:
             self._set_deadline(("expire", call.id), budgets.call_timeout_s)
+        observing.admitted(call)
         self.changes.call_changed(call)
         return call
 
@@ -252,8 +254,10 @@ class Gate:
     def detach(self, call: Call) -> None:
         """That connection is gone; when it was the last, a retry may join for a while, then the call is CANCELLED."""
         call.attached -= 1
-        if call.attached <= 0 and not call.state.terminal:
-            self._set_deadline(("gone", call.id), self.limits.rejoin_grace_s)
+        if call.attached <= 0:
+            observing.left(call)
+            if not call.state.terminal:
+                self._set_deadline(("gone", call.id), self.limits.rejoin_grace_s)
 
     def told(self, call: Call) -> None:
         """The answer's last byte went to the agent."""
@@ -281,6 +285,7 @@ class Gate:
         """A call went between QUEUED, LEASED and DISPATCHED."""
         if call.state is CallState.LEASED and call.journalled:
             self._store.put_lease(call)
+        observing.moved(call)
         self.changes.call_changed(call)
 
     def dispatched(self, call: Call) -> None:
@@ -432,6 +437,7 @@ class Gate:
             work.cancel()
         count_ended(call, call.rollout.totals)
         self.metering.ended(call)
+        observing.ended(call)
         if call.journalled:
             self._shrink(call)
         self.changes.call_changed(call)

@@ -15,6 +15,7 @@ from penstock_interception.audit import Audit, Event
 from penstock_interception.budgets import RunBudgets, Spent, exhausted, tokens_left
 from penstock_interception.calls import Arrival, Call, Opening, Rollout, RolloutState, tokens_of
 from penstock_interception.clock import Clock
+from penstock_interception.metrics import BUDGET_STOPS
 from penstock_interception.ports import Store
 from penstock_interception.rates import Bucket
 from penstock_interception.runs import Run
@@ -129,6 +130,7 @@ class Metering:
         if rollout.state is RolloutState.OPEN:
             rollout.state, rollout.exhausted_budget = RolloutState.EXHAUSTED, budget
             self._store.update_rollout(rollout)
+            BUDGET_STOPS.labels(budget).inc()
             self._audit.tell(Event.BUDGET_EXHAUSTED, rollout_id=rollout.id, budget=budget)
         raise _used_up(budget)
 

@@ -92,6 +92,8 @@ class Session:
         self.tool_calls: dict[str, ToolCall] = {}
         self.lost = False
         self.ended = False
+        # When it answered last, on the wall clock.
+        self.answered_at: float | None = None
         self.taken_over = False
         self.resumed = False
         # Position among the lane's ready sessions; -1 = not ready.

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import structlog
 
+from penstock_chassis import tracing
 from penstock_chassis.errors import PenstockError
 from penstock_codec import CodecError
 from penstock_codec.chat import Sampling
@@ -279,7 +280,11 @@ class Turns:
         rollout = call.rollout
         try:
             source = self._sources.source(rollout.opening.mode, rollout.opening.source, rollout.caller_key)
-            completion = await source.complete(call)
+            tracing.working_for(
+                request_id=call.id, rollout_id=rollout.id, group_id=rollout.opening.group_id, call_id=call.id
+            )
+            with tracing.using(call.trace.step if call.trace is not None else None):
+                completion = await source.complete(call)
             outcome = await self.gate.answers.settle(call, completion, answerer=source.answerer)
         except SourceError as error:
             _log.warning("a model source failed", call_id=call.id, rollout_id=rollout.id, reason=error.reason)

@@ -15,6 +15,7 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_sandbox.deletion import Deletion
+from penstock_sandbox.metrics import LEASES_EXPIRED
 from penstock_sandbox.model import State
 from penstock_sandbox.table import LiveSandbox, Table
 
@@ -101,7 +102,8 @@ class Leases:
         now = self._clock()
         expired = [live for live in self._leased() if live.view.expires_at <= now]
         for live in expired:
-            _log.info("lease ended", sandbox=live.view.id)
+            _log.info("lease ended", sandbox_id=live.view.id)
+            LEASES_EXPIRED.labels(live.backend.name).inc()
             self._end(live)
         return [live.view.id for live in expired]
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
+
+SNAPSHOT_LABEL: Final = "penstock/snapshot"
+"""Of the sandboxes in which snapshots are made: the service's own, which no caller was told of."""
 
 
 class State(enum.Enum):

@@ -16,7 +16,8 @@ import structlog
 
 from penstock_sandbox.backends.base import Backend
 from penstock_sandbox.deletion import Deletion, Pause
-from penstock_sandbox.model import Sandbox, SandboxSpec, State
+from penstock_sandbox.metrics import LOST
+from penstock_sandbox.model import SNAPSHOT_LABEL, Sandbox, SandboxSpec, State
 from penstock_sandbox.records import Record, Records
 from penstock_sandbox.table import LiveSandbox, Table
 
@@ -34,12 +35,17 @@ class Removals:
         self._removals: set[asyncio.Task[None]] = set()
 
     async def open(self, backends: Mapping[str, Backend], lost_until: float) -> None:
-        """Show what an earlier instance left as LOST until ``lost_until``, and have the backends remove it."""
+        """Show what an earlier instance left as LOST until ``lost_until``, and have the backends remove it.
+
+        Sandboxes in which it made snapshots are not shown: nobody was told of them.
+        """
         records = await self._records.all()
         for name, backend in backends.items():
             left = [record for record in records if record.backend == name]
             release = self._reconcile(backend, [record.id for record in left])
             for record in left:
+                if SNAPSHOT_LABEL in record.labels:
+                    continue
                 live = LiveSandbox(_left(record, lost_until), backend)
                 live.release = release
                 self._table.add(live)
@@ -103,7 +109,7 @@ class Removals:
                 await live.processes.aclose()
         except Exception:  # noqa: BLE001
             # What failed is a spool file or a descriptor; the sandbox itself is gone.
-            _log.exception("forgetting a sandbox's processes failed", sandbox=live.view.id)
+            _log.exception("forgetting a sandbox's processes failed", sandbox_id=live.view.id)
         finally:
             self._table.drop(live)
             if not live.view.state.terminal:
@@ -113,7 +119,8 @@ class Removals:
         """A backend tells that a sandbox ended by itself."""
         if live.view.state.terminal or live.removal is not None:
             return
-        _log.warning("sandbox lost", sandbox=live.view.id, reason=reason)
+        _log.warning("sandbox lost", sandbox_id=live.view.id, reason=reason)
+        LOST.labels(live.backend.name).inc()
         live.become(state=State.LOST, lost_reason=reason)
         if live.handle is not None:
             self.release(live)

@@ -17,8 +17,8 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +32,7 @@ from penstock_chassis.errors import (
     Violation,
 )
 from penstock_chassis.journal import Journal
+from penstock_sandbox import metrics
 from penstock_sandbox.admission import Admission, Owner
 from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.bases import Bases, unknown
@@ -178,7 +179,8 @@ class Sandboxes:
                     raise unknown(spec.snapshot_id)
             holds.callback(await self._admission.place(owner, wait_s))
             async with self._admission.making(backend.name, backend.creates_at_once, owner):
-                return await self._make_in_place(backend, spec, mounted, holds)
+                with _counted(backend.name, fork=bool(spec.snapshot_id)):
+                    return await self._make_in_place(backend, spec, mounted, holds)
 
     async def _make_in_place(
         self, backend: Backend, spec: SandboxSpec, mounted: Sequence[MountedToolbox], holds: ExitStack
@@ -206,8 +208,9 @@ class Sandboxes:
             try:
                 await self._removals.remove(live)
             except PenstockError as pending:
-                _log.warning("what was half made is not removed yet", sandbox=view.id, reason=pending.reason)
+                _log.warning("what was half made is not removed yet", sandbox_id=view.id, reason=pending.reason)
             raise
+        _log.info("sandbox ready", sandbox_id=view.id, backend=backend.name)
         return live
 
     # Finding -----------------------------------------------------------------------------------------------------
@@ -343,3 +346,16 @@ class Sandboxes:
             if isinstance(outcome, BaseException):
                 raise outcome
         return found
+
+
+@contextmanager
+def _counted(backend: str, *, fork: bool) -> Iterator[None]:
+    began = time.monotonic()
+    try:
+        yield
+    except PenstockError as error:
+        metrics.CREATION_FAILURES.labels(backend, error.reason).inc()
+        raise
+    metrics.CREATION_SECONDS.labels(backend).observe(time.monotonic() - began)
+    if fork:
+        metrics.FORKS.labels(backend).inc()

@@ -14,6 +14,7 @@ from penstock.sandbox.v1 import (
 from penstock_chassis.auth import Role
 from penstock_chassis.server import Service
 from penstock_sandbox.app import App, open_app
+from penstock_sandbox.oversight import Oversight
 from penstock_sandbox.rpc.file_service import FileServicer
 from penstock_sandbox.rpc.process_service import ProcessServicer
 from penstock_sandbox.rpc.sandbox_service import SandboxServicer
@@ -22,7 +23,10 @@ from penstock_sandbox.settings import SandboxSettings
 
 _PACKAGE = "penstock.sandbox.v1"
 _READING = {
-    "SandboxService": ("GetSandbox", "ListSandboxes", "WatchSandbox", "ListBackends", "GetSnapshot", "ListSnapshots"),
+    "SandboxService": (
+        *("GetSandbox", "ListSandboxes", "WatchSandbox", "WatchSandboxes", "GetStats"),
+        *("ListBackends", "GetSnapshot", "ListSnapshots"),
+    ),
     "ToolboxService": ("ListToolboxes",),
 }
 _SERVICES = ("SandboxService", "ProcessService", "FileService", "ToolboxService")
@@ -35,7 +39,7 @@ ROLES = {f"{_PACKAGE}.{name}": (Role.TRAINER,) for name in _SERVICES} | {
 """Who may call what beside the operator. Outputs and files may hold what agents were given: not for observers."""
 
 
-def servicers(app: App) -> Service:
+def servicers(app: App, oversight: Oversight) -> Service:
     """What to serve for an opened app."""
 
     async def drain(_seconds: float) -> None:
@@ -54,6 +58,7 @@ def servicers(app: App) -> Service:
         ),
         roles=ROLES,
         drain=drain,
+        troubles=oversight.troubles,
     )
 
 
@@ -61,4 +66,6 @@ def servicers(app: App) -> Service:
 async def build(settings: SandboxSettings) -> AsyncIterator[Service]:
     """Open the domain and yield what to serve; closing ends every sandbox."""
     async with open_app(settings) as app:
-        yield servicers(app)
+        oversight = Oversight(app.sandboxes, app.snapshots)
+        with oversight.told():
+            yield servicers(app, oversight)

@@ -28,7 +28,7 @@ from penstock_sandbox import files
 from penstock_sandbox.backends.base import Backend
 from penstock_sandbox.bases import unknown
 from penstock_sandbox.deletion import Deletion, Pause
-from penstock_sandbox.model import ExitReason, RunResult, SandboxSpec, Snapshot, SnapshotSpec
+from penstock_sandbox.model import SNAPSHOT_LABEL, ExitReason, RunResult, SandboxSpec, Snapshot, SnapshotSpec
 from penstock_sandbox.progress import SharedWork
 from penstock_sandbox.records import SnapshotRecord, SnapshotRecords
 from penstock_sandbox.sandboxes import Sandboxes
@@ -171,7 +171,7 @@ class Snapshots:
 
     async def _make(self, key: str, spec: SnapshotSpec, tell: Callable[[Progress], None]) -> Snapshot:
         setup = dataclasses.replace(
-            spec.sandbox, lease_s=self._lease_s, labels={"penstock/snapshot": key[:32]}, to_be_sealed=True
+            spec.sandbox, lease_s=self._lease_s, labels={SNAPSHOT_LABEL: key[:32]}, to_be_sealed=True
         )
         self._sandboxes.refuse_unforkable(setup)
         sandbox = await self._sandboxes.create("", setup, shared=True)
@@ -222,7 +222,7 @@ class Snapshots:
             await self._sandboxes.delete(sandbox_id)
         except PenstockError as pending:
             # It goes later; what failed before is what the caller must hear.
-            _log.warning("a setup's sandbox is not removed yet", sandbox=sandbox_id, reason=pending.reason)
+            _log.warning("a setup's sandbox is not removed yet", sandbox_id=sandbox_id, reason=pending.reason)
 
     def get(self, snapshot_id: str) -> Snapshot:
         """Raises NotFound (SNAPSHOT_UNKNOWN)."""

@@ -44,14 +44,14 @@ async def test_a_create_waits_for_a_place_until_its_deadline_is_near(small: Runn
     """R51, R26, R41: refused in time to hear of it, with a delay."""
     held = [await create(small, "a"), await create(small, "a")]
     # Before the deadline, not by it, which would be DEADLINE_EXCEEDED.
-    error = await failure(create(small, "a", timeout_s=2.0))
+    error = await failure(create(small, "a", timeout_s=3.0))
     assert isinstance(error, ResourceExhausted) and error.reason == "OWNER_LIMIT" and error.retry_after_s
     # One may wait; the queue is full then, and the other is told at once, though there would be time.
     both = [asyncio.ensure_future(create(small, "a")) for _ in range(2)]
     (refused,), (waiting,) = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     assert (await failure(refused)).reason == "OWNER_LIMIT"
     other = await create(small, "b")
-    assert (await failure(create(small, "c", timeout_s=0.5))).reason == "SANDBOX_LIMIT"
+    assert (await failure(create(small, "c", timeout_s=3.0))).reason == "SANDBOX_LIMIT"
     assert not waiting.done()
     await delete(small, held[0])
     await delete(small, held[1], await waiting, other)

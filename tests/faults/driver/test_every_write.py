@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import grpc
 import pytest
 from tests.integration.driver.stack import TOKEN, Process
-from tests.support.dying import Warm
+from tests.support.dying import Mortal, Warm, insisting
 
 from penstock.driver.v1 import agent_pb2, agent_service_pb2, agent_service_pb2_grpc, rollout_pb2
 from penstock.driver.v1 import rollout_service_pb2 as pb
@@ -34,13 +32,10 @@ from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.channel import connect
 from penstock_codec import tiny
 
-BACK_OFF_S = 0.01
 HANGS_S = 120.0
 AWAITED = ("INSERT INTO requests", "INSERT INTO agent_specs", "UPDATE rollouts SET phase = ?, end_time", "DELETE")
 """How the writes begin that a client waits for."""
 SETUP, VERIFY = "echo kiwi > note.txt", 'cmp note.txt out.txt && echo 1 > "$PENSTOCK_REWARD_FILE"'
-
-T = TypeVar("T")
 
 AGENT = agent_pb2.AgentSpec(
     name="copier",
@@ -66,73 +61,22 @@ SPEC = rollout_pb2.RolloutSpec(
 )
 
 
-async def insisting(work: Callable[[], Awaitable[T]]) -> T:
-    """Does it until the driver answers, as a client that never gives up."""
-    while True:
-        try:
-            return await work()
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
-        await asyncio.sleep(BACK_OFF_S)  # the back-off of a client whose server is away
+def driver_of(warm: Warm, directory: Path, services: tuple[Process, Process]) -> Mortal:
+    """A driver between the two."""
+    sandbox, interception = services
+    return Mortal(
+        warm,
+        "driver",
+        directory,
+        TOKEN,
+        sandbox_address=sandbox.address,
+        sandbox_token=TOKEN,
+        interception_address=interception.address,
+        interception_token=TOKEN,
+    )
 
 
-class Driver:
-    """A driver that dies at its n-th write and is started again, on the same port and state."""
-
-    def __init__(self, warm: Warm, directory: Path, services: tuple[Process, Process]) -> None:
-        directory.mkdir()
-        sandbox, interception = services
-        self._warm = warm
-        self._directory = directory
-        self._environment = {
-            "PATH": os.environ["PATH"],
-            "PENSTOCK_PARENT_DEATH": "1",
-            "PENSTOCK_DRIVER_OPERATOR_TOKEN": TOKEN,
-            "PENSTOCK_DRIVER_STATE_DIR": str(directory / "state"),
-            "PENSTOCK_DRIVER_SANDBOX_ADDRESS": sandbox.address,
-            "PENSTOCK_DRIVER_SANDBOX_TOKEN": TOKEN,
-            "PENSTOCK_DRIVER_INTERCEPTION_ADDRESS": interception.address,
-            "PENSTOCK_DRIVER_INTERCEPTION_TOKEN": TOKEN,
-            "PENSTOCK_DRIVER_PORT": "0",
-        }
-        self.address = ""
-        self.died = False
-
-    async def start(self, die_at: int = 0, *, committed: bool = False) -> None:
-        """From now on it dies at this write; 0 is never."""
-        ready = await self._warm.serve(
-            environment=self._environment,
-            log=str(self._directory / "driver.log"),
-            writes=str(self._directory / "writes"),
-            die_at=die_at,
-            committed=committed,
-        )
-        if not ready:  # it died as it opened its journal
-            self.died = True
-            await self.start()
-            return
-        self.address = self._warm.ready["address"]
-        self._environment["PENSTOCK_DRIVER_PORT"] = self.address.rpartition(":")[2]
-
-    async def restart(self) -> None:
-        """Waits for its death, and starts it again."""
-        await self._warm.ended()
-        self.died = True
-        await self.start()
-
-    async def kill(self) -> None:
-        """The end of a scenario."""
-        self._warm.kill()
-        await self._warm.ended()
-
-    def write(self, at: int) -> list[str]:
-        """The statements of a write, by their first words."""
-        lines = (self._directory / "writes").read_text().splitlines()
-        return json.loads(lines[at - 1]) if len(lines) >= at else []
-
-
-async def play(driver: Driver) -> list[str]:
+async def play(driver: Mortal) -> list[str]:
     """The scenario; what of the promises does not hold."""
     found: list[str] = []
     async with connect(driver.address, TOKEN) as channel:
@@ -232,7 +176,7 @@ async def test_killed_at_any_write_a_rollout_is_neither_forgotten_nor_leaked_nor
         at += 1
         committed = False
         while True:
-            driver = Driver(warm, tmp_path / f"{at}-{committed}", services)
+            driver = driver_of(warm, tmp_path / f"{at}-{committed}", services)
             await driver.start(at, committed=committed)
             dying = asyncio.create_task(driver.restart())
             found = ["it hangs"]
@@ -241,7 +185,7 @@ async def test_killed_at_any_write_a_rollout_is_neither_forgotten_nor_leaked_nor
                     found = await play(driver)
             found += await leaked(services)
             reached = driver.died
-            write = driver.write(at)
+            write = next(iter(driver.writes()[at - 1 :]), [])
             seen.update(write)
             if found:
                 failed[f"{'after' if committed else 'before'} write {at}: {write}"] = found

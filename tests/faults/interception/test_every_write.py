@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
-import grpc
 import numpy as np
 import pytest
-from tests.support.dying import Warm
+from tests.support.dying import BACK_OFF_S, Mortal, Warm, insisting
 from tests.support.mcp_agent import post, tool_call
 
 from penstock.client import HostTool, HostToolCall, chat, connect, export, proof, wire_results
@@ -36,79 +34,19 @@ from penstock_codec.files import TokenizerFiles
 
 TOKEN = "operator-token-of-this-test"
 QUESTIONS = ("list the files", "and the directories")
-BACK_OFF_S = 0.01
 HANGS_S = 60.0
 
-T = TypeVar("T")
 
-
-async def insisting(work: Callable[[], Awaitable[T]]) -> T:
-    """Does it until the service answers, as an SDK that never gives up."""
-    while True:
-        try:
-            return await work()
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise
-        except (aiohttp.ClientError, ConnectionError):
-            pass
-        await asyncio.sleep(BACK_OFF_S)  # the back-off of a client whose server is away
-
-
-class Gate:
-    """A gate that dies at its n-th write and is started again, on the same ports and state."""
-
-    def __init__(self, warm: Warm, directory: Path, tokenizer: Path) -> None:
-        directory.mkdir()
-        self._warm = warm
-        self.directory = directory
-        self._environment = {
-            "PATH": os.environ["PATH"],
-            "PENSTOCK_PARENT_DEATH": "1",
-            "PENSTOCK_INTERCEPTION_OPERATOR_TOKEN": TOKEN,
-            "PENSTOCK_INTERCEPTION_STATE_DIR": str(directory / "state"),
-            "PENSTOCK_INTERCEPTION_TOKENIZERS": json.dumps({"tiny": str(tokenizer)}),
-            "PENSTOCK_INTERCEPTION_INFERENCE_ADDRESS": "",
-            "PENSTOCK_INTERCEPTION_PORT": "0",
-            "PENSTOCK_INTERCEPTION_INGRESS_PORT": "0",
-        }
-        self.address = self.ingress = ""
-        self.died = False
-
-    async def start(self, die_at: int = 0, *, committed: bool = False) -> None:
-        """From now on it dies at this write; 0 is never."""
-        ready = await self._warm.serve(
-            environment=self._environment,
-            log=str(self.directory / "service.log"),
-            writes=str(self.directory / "writes"),
-            die_at=die_at,
-            committed=committed,
-        )
-        assert ready, (self.directory / "service.log").read_text()
-        self.address, self.ingress = self._warm.ready["address"], self._warm.ready["endpoints"]["ingress"]
-        self._environment["PENSTOCK_INTERCEPTION_PORT"] = self.address.rpartition(":")[2]
-        self._environment["PENSTOCK_INTERCEPTION_INGRESS_PORT"] = self.ingress.rpartition(":")[2]
-
-    async def restart(self) -> None:
-        """Waits for its death, and starts it again."""
-        await self._warm.ended()
-        self.died = True
-        await self.start()
-
-    async def kill(self) -> None:
-        """The end of a scenario."""
-        self._warm.kill()
-        await self._warm.ended()
-
-    def writes(self) -> list[list[str]]:
-        """The statements of each write so far, by their first words."""
-        return [json.loads(line) for line in (self.directory / "writes").read_text().splitlines()]
+def gate_in(warm: Warm, directory: Path, tokenizer: Path) -> Mortal:
+    """A gate with an ingress, and without an engine."""
+    tokenizers = json.dumps({"tiny": str(tokenizer)})
+    return Mortal(warm, "interception", directory, TOKEN, ingress_port="0", tokenizers=tokenizers, inference_address="")
 
 
 class Scenario:
     """What happens to a gate, and what each party saw of it."""
 
-    def __init__(self, gate: Gate, codec: Codec) -> None:
+    def __init__(self, gate: Mortal, codec: Codec) -> None:
         self.gate = gate
         self._codec = codec
         self.generated: Counter[str] = Counter()
@@ -186,7 +124,7 @@ class Scenario:
 
     async def _ask(self, token: str, body: dict[str, Any], attempt: int = 0) -> dict[str, Any]:
         """Asks until there is a whole answer; streams are put together."""
-        url = f"http://{self.gate.ingress}/rollout/r1/v1/chat/completions"
+        url = f"http://{self.gate.endpoints['ingress']}/rollout/r1/v1/chat/completions"
         async with aiohttp.ClientSession() as http:
             while True:
                 headers = {"authorization": f"Bearer {token}", "x-stainless-retry-count": str(attempt)}
@@ -205,7 +143,7 @@ class Scenario:
                 await asyncio.sleep(BACK_OFF_S)
 
     async def _use_tool(self, token: str) -> str:
-        url = f"http://{self.gate.ingress}/rollout/r1/mcp"
+        url = f"http://{self.gate.endpoints['ingress']}/rollout/r1/mcp"
         while True:
             status, told, _ = await insisting(
                 lambda: post(url, token, tool_call("work", {"word": "a"}), headers={"mcp-session-id": "s"})
@@ -297,7 +235,7 @@ async def test_killed_at_any_write_nothing_is_lost_generated_twice_or_out_of_the
     while reached:
         at += 1
         for committed in (False, True):
-            place = Gate(warm, tmp_path / f"{at}-{committed}", tokenizer)
+            place = gate_in(warm, tmp_path / f"{at}-{committed}", tokenizer)
             await place.start(at, committed=committed)
             scenario = Scenario(place, codec)
             dying = asyncio.create_task(place.restart())

@@ -5,23 +5,12 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from tests.support.copy_script import COPY_SCRIPT
 
 from penstock.client import Command, Penstock, RewardFrom, SeedFile, Task, Verifier, connect
 from penstock.client.stack import LocalStack
 from penstock_codec import tiny
 
-SCRIPT = """
-strict: false
-turns:
-  - when: {has_tool_result: false}
-    reply: |-
-      Let me look.
-      <tool_call>
-      {"name": "bash", "arguments": {"command": "cat note.txt > out.txt; cat out.txt"}}
-      </tool_call>
-  - when: {has_tool_result: true}
-    reply: Done.
-"""
 TASK = Task(
     task_id="copy-note",
     instruction="Copy note.txt to out.txt. Mind 'quotes', $(this) and `that`.",
@@ -47,7 +36,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the engine answers."""
     file = tmp_path_factory.mktemp("script") / "script.yaml"
-    file.write_text(SCRIPT)
+    file.write_text(COPY_SCRIPT)
     return file
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 from aiohttp import web
+from tests.support.commandline import json_lines
 from tests.support.token_endpoint import VOCAB, token_endpoint, unused_port
 from tests.support.waiting import eventually_async
 
@@ -201,11 +202,10 @@ async def test_an_interrupted_rollout_is_cancelled_and_exits_130(connection: dic
 async def test_up_keeps_services_running_until_it_is_told_to_stop(tmp_path: Path) -> None:
     """One command runs everything; clients find it by its connection file; nothing is left afterwards."""
     state, port = tmp_path / "state", unused_port()
-    process = await start("up", "--free-ports", "--state-dir", str(state), "--set", f"driver.port={port}")
+    process = await start("up", "--free-ports", "--state-dir", str(state), "--set", f"driver.port={port}", "--json")
     assert process.stdout is not None and process.stderr is not None
-    async for line in process.stdout:
-        if line.startswith(b"ingress"):
-            break
+    (told,) = json_lines("up", (await process.stdout.readline()).decode())
+    assert told["services"]["driver"].endswith(f":{port}")
     connection = state / "connection.json"
     assert connection.stat().st_mode & 0o777 == 0o600
     content = orjson.loads(connection.read_bytes())

@@ -1,12 +1,14 @@
 """A user of the `openenv` package from PyPI, unmodified, who has changed nothing but the address.
 
 Run by the interpreter of `.venv-openenv`: `caller.py SCENARIO ADDRESS [ARGUMENTS]`. Prints one JSON line for each thing
-that a test wants to see, and knows nothing of Penstock.
+that a test wants to see, and knows nothing of Penstock. Without arguments it takes one scenario after another as lines
+of JSON, as the package alone takes seconds to import, and says when each is over.
 """
 
 import asyncio
 import json
 import sys
+import traceback
 from typing import Any
 
 from openenv.core.generic_client import GenericEnvClient
@@ -22,8 +24,8 @@ def tools(address: str, arguments: dict[str, Any]) -> None:
     """The tool client: the session is made over HTTP, and joined by a WebSocket."""
     with MCPToolClient(base_url=address, message_timeout_s=280).sync() as env:
         tell(reset=env.reset(seed=3, episode_id="episode-1").observation.metadata)
-        (tool,) = env.list_tools()
-        tell(tool=tool.name, properties=sorted(tool.input_schema["properties"]))
+        tool, other = env.list_tools()
+        tell(tool=tool.name, properties=sorted(tool.input_schema["properties"]), other=other.name)
         tell(result=json.loads(env.call_tool("run_rollout", **arguments)))
         state = env.state()
         tell(episode_id=state.episode_id, step_count=state.step_count)
@@ -44,6 +46,26 @@ def steps(address: str, arguments: dict[str, Any]) -> None:
         tell(state=env.state())
         refused = env.step({"type": "call_tool", "tool_name": "run_rollout", "arguments": {"instruction": " "}})
         tell(error=refused.observation["error"])
+
+
+def terminal(address: str, arguments: dict[str, Any]) -> None:
+    """The generic client types: `calls` of the arguments, one after another; the others are the reset's."""
+    calls = arguments.pop("calls")
+    with GenericEnvClient(base_url=address, message_timeout_s=280) as env:
+        ready = env.reset(**arguments)
+        tell(metadata=ready.observation["metadata"], done=ready.done)
+        for given in calls:
+            taken = env.step({"type": "call_tool", "tool_name": "terminal", "arguments": given})
+            result, error = taken.observation["result"], taken.observation["error"]
+            tell(said=result and result["data"], error=error, reward=taken.reward, done=taken.done)
+        tell(state=env.state())
+
+
+def typed(address: str, _: dict[str, Any]) -> None:
+    """The tool client types after a reset that says nothing."""
+    with MCPToolClient(base_url=address, message_timeout_s=280).sync() as env:
+        env.reset()
+        tell(said=[env.call_tool("terminal", command=command) for command in ("cd /tmp", "pwd")])
 
 
 def crowd(address: str, _: dict[str, Any]) -> None:
@@ -91,8 +113,24 @@ def leave(address: str, arguments: dict[str, Any]) -> None:
     asyncio.run(work())
 
 
+SCENARIOS = {one.__name__: one for one in (tools, steps, terminal, typed, crowd, wait, leave)}
+
+
+def take_orders() -> None:
+    """Scenario after scenario; one that breaks is told with its end."""
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            SCENARIOS[order["scenario"]](order["address"], order["arguments"])
+        except Exception:  # noqa: BLE001 - whatever it is, the test is to say it
+            tell(over=True, broke=traceback.format_exc())
+        else:
+            tell(over=True, broke=None)
+
+
 if __name__ == "__main__":
-    scenario, where, *more = sys.argv[1:]
-    {"tools": tools, "steps": steps, "crowd": crowd, "wait": wait, "leave": leave}[scenario](
-        where, json.loads(more[0]) if more else {}
-    )
+    if len(sys.argv) == 1:
+        take_orders()
+    else:
+        scenario, where, *more = sys.argv[1:]
+        SCENARIOS[scenario](where, json.loads(more[0]) if more else {})

@@ -6,12 +6,14 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from tests.support.copy_script import COPY_SCRIPT
 
 from penstock.client import Penstock, connect
 from penstock.client.stack import LocalStack
@@ -23,20 +25,6 @@ TOKEN = "a-token-of-the-tests"
 PYTHON = Path(__file__).parents[3] / ".venv-openenv/bin/python"
 """Made by `make`: the package wants other versions of what our own tests use."""
 CALLER = Path(__file__).with_name("caller.py")
-SCRIPT = """
-strict: false
-turns:
-  - when: {has_tool_result: false}
-    repeat: true
-    reply: |-
-      Let me look.
-      <tool_call>
-      {"name": "bash", "arguments": {"command": "cat note.txt > out.txt; cat out.txt"}}
-      </tool_call>
-  - when: {has_tool_result: true}
-    repeat: true
-    reply: Done.
-"""
 COPY = {
     "endpoint": "inference",
     "instruction": "Copy note.txt to out.txt.",
@@ -50,32 +38,62 @@ STUCK = {**COPY, "setup": ["mkfifo note.txt"], "task_id": "stuck"}
 
 @dataclass(frozen=True)
 class Server:
-    """A server, its address with the token in it, and a client of the services behind it."""
+    """A server, its address with the token in it, a client of the services behind it, and who calls it."""
 
     address: str
     bare: str
     ps: Penstock
+    caller: asyncio.subprocess.Process
 
     async def call(self, scenario: str, arguments: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """What a caller has told, from its start to its end."""
-        process = await self.start(scenario, arguments)
-        out, err = await process.communicate()
-        assert process.returncode == 0, err.decode()
-        return [json.loads(line) for line in out.splitlines()]
+        """What the caller has told, from the scenario's start to its end."""
+        assert self.caller.stdin is not None and self.caller.stdout is not None
+        order = {"scenario": scenario, "address": self.address, "arguments": arguments or {}}
+        self.caller.stdin.write(json.dumps(order).encode() + b"\n")
+        told: list[dict[str, Any]] = []
+        async for line in self.caller.stdout:
+            said = json.loads(line)
+            if "over" in said:
+                assert said["broke"] is None, said["broke"]
+                return told
+            told.append(said)
+        raise AssertionError("the caller is gone")
 
     async def start(self, scenario: str, arguments: Mapping[str, Any] | None = None) -> asyncio.subprocess.Process:
-        """A caller, running."""
-        return await asyncio.create_subprocess_exec(
-            str(PYTHON),
-            str(CALLER),
-            scenario,
-            self.address,
-            json.dumps(arguments or {}),
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        """A caller of its own, running."""
+        return await started(scenario, self.address, json.dumps(arguments or {}))
+
+
+async def started(*argv: str) -> asyncio.subprocess.Process:
+    """A process of `caller.py`."""
+    return await asyncio.create_subprocess_exec(
+        str(PYTHON),
+        str(CALLER),
+        *argv,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 24,
+    )
+
+
+@asynccontextmanager
+async def calling() -> AsyncIterator[asyncio.subprocess.Process]:
+    """A caller that takes one scenario after another."""
+    process = await started()
+    try:
+        yield process
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def caller() -> AsyncIterator[asyncio.subprocess.Process]:
+    """One for all tests: it takes longer to start than most of them."""
+    async with calling() as process:
+        yield process
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -83,7 +101,7 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Local
     """All four services, once for all tests."""
     folder = tmp_path_factory.mktemp("services")
     tiny.build().write(folder / "model")
-    (folder / "script.yaml").write_text(SCRIPT)
+    (folder / "script.yaml").write_text(COPY_SCRIPT)
     made = LocalStack(
         model_dir=folder / "model",
         engine="scripted",
@@ -95,13 +113,13 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Local
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def server(stack: LocalStack) -> AsyncIterator[Server]:
+async def server(stack: LocalStack, caller: asyncio.subprocess.Process) -> AsyncIterator[Server]:
     """A server with two places and a token, whose agent is the reference agent."""
     async with (
         connect(stack.endpoints) as ps,
         serving(ps, Listen(port=0, token=TOKEN), Defaults(agent="shell"), max_sessions=2) as bare,
     ):
-        yield Server(bare.replace("://", f"://user:{TOKEN}@"), bare, ps)
+        yield Server(bare.replace("://", f"://user:{TOKEN}@"), bare, ps, caller)
 
 
 @pytest.fixture(autouse=True)

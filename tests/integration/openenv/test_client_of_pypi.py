@@ -38,6 +38,7 @@ def assert_result(result: dict[str, Any]) -> None:
         "stderr": "",
         "duration_s": 0,
     }
+    assert (result["files"]["note.txt"], result["files_extra"]) == ("word\n", [])
     assert [turn["turn"] for turn in result["proxy_turns"]] == [0, 1]
     for turn in result["proxy_turns"]:
         assert turn.keys() >= TURN
@@ -51,7 +52,7 @@ async def test_the_tool_client_runs_a_rollout_and_is_told_of_its_mistakes(server
     """R57, R63, R65, R82: reset, the tool's listing, the whole result, the state, and errors by name."""
     reset, tool, result, state, mode, unknown = await server.call("tools", COPY)
     assert reset["reset"]["status"] == "ready"
-    assert tool["tool"] == "run_rollout"
+    assert (tool["tool"], tool["other"]) == ("run_rollout", "terminal")
     assert {"instruction", "endpoint", "base_url", "api_key", "model", "setup", "verify", "task_id", "mode"} <= set(
         tool["properties"]
     )
@@ -66,7 +67,7 @@ async def test_the_tool_client_runs_a_rollout_and_is_told_of_its_mistakes(server
 async def test_the_generic_client_takes_the_same_as_steps(server: Server) -> None:
     """R57, R74: over one WebSocket; the reward stands in the tool's result, and the step has none of its own."""
     tools, taken, state, refused = await server.call("steps", COPY)
-    assert tools["tools"] == ["run_rollout"]
+    assert tools["tools"] == ["run_rollout", "terminal"]
     assert_result(taken["result"])
     assert (taken["done"], taken["reward"]) == (False, None)
     assert state["state"]["rollouts_completed"] == 1
@@ -75,6 +76,45 @@ async def test_the_generic_client_takes_the_same_as_steps(server: Server) -> Non
     assert state["state"]["last_sandbox_id"] == taken["result"]["sandbox_id"]
     assert refused["error"]["error_type"] == "invalid_args"
     assert "instruction" in refused["error"]["message"]
+
+
+TYPED = {
+    "setup": ["mkdir deep", "echo prepared"],
+    "verify": ["grep -qx kiwi out.txt", "false"],
+    "calls": [
+        {"command": "cd deep && export WORD=kiwi", "final_answer": ""},
+        {"command": "basename $PWD; echo $WORD > ../out.txt; ls / | grep -c verify"},
+        {"command": "true", "final_answer": "both"},
+        {"command": "echo 1 > $PENSTOCK_REWARD_FILE; echo reward=1.0", "final_answer": ""},
+        {"final_answer": "The word is there."},
+        {"command": "true"},
+    ],
+}
+
+
+async def test_a_terminal_keeps_its_shell_and_its_reward_is_the_observations_own(server: Server) -> None:
+    """R70, R77, R78, R80: setup before the first command, one end, no command after it, and no sandbox is left."""
+    ready, first, second, mistaken, _, end, late, state = await server.call("terminal", TYPED)
+    assert (ready["metadata"]["status"], ready["done"]) == ("ready", False)
+    assert [item["exit_code"] for item in ready["metadata"]["setup_results"]] == [0, 0]
+    assert ready["metadata"]["setup_results"][1]["stdout"] == "prepared\n"
+    assert (first["said"], first["reward"], first["done"]) == ("[no output]", None, False)
+    assert second["said"].startswith("deep\n0")
+    assert mistaken["error"]["error_type"] == "invalid_args"
+    assert (end["reward"], end["done"], end["error"]) == (0.5, True, None)
+    assert "EPISODE_ENDED" in late["error"]["message"]
+    assert (state["state"]["last_reward"], state["state"]["last_sandbox_id"]) == (0.5, ready["metadata"]["sandbox_id"])
+    assert ready["metadata"]["sandbox_id"] not in [sandbox_id async for sandbox_id, _ in server.ps.sandboxes.list()]
+
+
+async def test_a_terminal_needs_no_task_and_a_setup_that_fails_ends_the_episode(server: Server) -> None:
+    """R57, R58, R65: the first command opens one; what cannot be opened is told as the episode's end."""
+    (typed,) = await server.call("typed")
+    assert typed["said"] == ["[no output]", "/tmp"]
+    failed, refused, _ = await server.call("terminal", {"setup": ["exit 3"], "calls": [{"command": ""}]})
+    assert (failed["metadata"]["status"], failed["done"]) == ("error", True)
+    assert "SETUP_FAILED" in failed["metadata"]["error"]
+    assert refused["error"]["error_type"] == "invalid_args"
 
 
 async def test_a_failed_setup_is_told_with_its_exit_code_and_no_reward(server: Server) -> None:
@@ -111,8 +151,8 @@ async def test_closing_the_connection_in_the_middle_of_a_step_ends_the_rollout(s
     """R70: the client leaves in order, by its own close."""
     caller = await server.start("leave", STUCK)
     handle = await running(server, "leaving")
-    out, err = await caller.communicate(b"now\n")
-    assert caller.returncode == 0, err.decode()
+    out, _ = await caller.communicate(b"now\n")
+    assert caller.returncode == 0
     assert b"left" in out
     await assert_ended(server, handle)
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from tests.support import dockerd
-from tests.support.docker_backend import REACHES, Collected, backend, create, diff, run
+from tests.support.docker_backend import REACHES, backend, create, diff, run
 from tests.support.registry import registry
 
 from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError
 from penstock_sandbox.attendant.system import ASIDE
 from penstock_sandbox.backends.base import MountedToolbox, StartFailed
+from penstock_sandbox.backends.collected import Collected
 from penstock_sandbox.backends.docker.backend import DockerBackend
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.model import ForkKind, NetworkKind, Resources, SandboxSpec

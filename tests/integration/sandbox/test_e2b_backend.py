@@ -282,7 +282,8 @@ async def test_statistics_are_e2bs_where_it_has_them_and_otherwise_unknown(world
 
         async def freed() -> bool:
             now = await service.sandboxes.GetStats(wanted, timeout=30)
-            return now.memory_bytes + large // 2 < now.memory_peak_bytes
+            # What was held when it first showed may be only some of it: the program was still at it.
+            return now.memory_bytes + large // 4 < now.memory_peak_bytes
 
         await eventually_async(freed, "the memory is free again, and the most that was held stays known")
         after = await service.sandboxes.GetStats(wanted, timeout=30)

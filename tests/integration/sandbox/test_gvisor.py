@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from tests.support import dockerd
-from tests.support.docker_backend import Collected, backend, create, run
+from tests.support.docker_backend import backend, create, run
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.base import SandboxHandle
+from penstock_sandbox.backends.collected import Collected
 from penstock_sandbox.backends.docker import remnants
 from penstock_sandbox.model import Resources, SandboxSpec
 

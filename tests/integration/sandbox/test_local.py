@@ -11,26 +11,10 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from penstock_sandbox.backends.base import ProcessHandle, ProcessSink, RawExit, SandboxHandle
+from penstock_sandbox.backends.base import ProcessHandle, SandboxHandle
+from penstock_sandbox.backends.collected import Collected
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
-from penstock_sandbox.model import SandboxSpec, Stream
-
-
-class _Sink(ProcessSink):
-    def __init__(self) -> None:
-        self.ended = asyncio.Event()
-
-    def output(self, stream: Stream, data: bytes) -> None:
-        """Not looked at."""
-
-    def closed(self, stream: Stream) -> None:
-        """Not looked at."""
-
-    def exited(self, exit: RawExit) -> None:  # noqa: A002
-        self.ended.set()
-
-    def lost(self) -> None:
-        raise AssertionError("the sandbox was lost")
+from penstock_sandbox.model import SandboxSpec
 
 
 @pytest_asyncio.fixture
@@ -48,9 +32,9 @@ async def sandbox() -> AsyncIterator[SandboxHandle]:
 
 
 async def _run_and_forget(sandbox: SandboxHandle) -> None:
-    sink = _Sink()
+    sink = Collected()
     process = await sandbox.start(["/bin/true"], sandbox.default_env, sandbox.workdir, sink, stdin=False, pty=None)
-    await sink.ended.wait()
+    assert await sink.ended is not None
     await process.aclose()
 
 
@@ -80,9 +64,9 @@ async def test_a_start_that_meets_a_pause_is_answered_and_its_process_can_be_kil
     sandbox: SandboxHandle,
 ) -> None:
     """R40, R55: a freeze waits for what was asked before it, and what comes meanwhile is answered all the same."""
-    sinks = [_Sink() for _ in range(6)]
+    sinks = [Collected() for _ in range(6)]
 
-    def start(sink: _Sink) -> asyncio.Task[ProcessHandle]:
+    def start(sink: Collected) -> asyncio.Task[ProcessHandle]:
         argv = ["/bin/sleep", "4920"]
         work = sandbox.start(argv, sandbox.default_env, sandbox.workdir, sink, stdin=False, pty=None, to_end=True)
         return asyncio.ensure_future(work)
@@ -97,6 +81,6 @@ async def test_a_start_that_meets_a_pause_is_answered_and_its_process_can_be_kil
     for process in started:
         await process.kill()
         await process.aclose()
-    assert all(sink.ended.is_set() for sink in sinks)
+    assert all(sink.ended.done() for sink in sinks)
     await sandbox.resume()
     await _run_and_forget(sandbox)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+from tests.support.copy_script import COPY_SCRIPT
 
 from penstock.client import FailureCause, connect
 from penstock.client.endpoints import write_connection
@@ -23,20 +24,6 @@ WORKER = Path(__file__).with_name("worker.py")
 OPENENV = Path(__file__).parents[3] / ".venv-openenv"
 """The `openenv` package, whose dependencies no other environment here can have: it is put before them."""
 WANTED = 2
-SCRIPT = """
-strict: false
-turns:
-  - when: {has_tool_result: false}
-    repeat: true
-    reply: |-
-      Let me look.
-      <tool_call>
-      {"name": "bash", "arguments": {"command": "cat note.txt > out.txt; cat out.txt"}}
-      </tool_call>
-  - when: {has_tool_result: true}
-    repeat: true
-    reply: Done.
-"""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +31,7 @@ def scripted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer and a template, which is all that the scripted engine needs."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny.build().write(folder)
-    (folder / "script.yaml").write_text(SCRIPT)
+    (folder / "script.yaml").write_text(COPY_SCRIPT)
     return folder
 
 

@@ -9,6 +9,7 @@ import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tests.support.waiting import eventually
 
 from penstock_chassis import errors, rpc_status
 from penstock_chassis.auth import Role, current_principal
@@ -38,6 +39,7 @@ async def test_a_good_call_of_every_arity_is_answered_and_logged_once(
 ) -> None:
     async with serve(registration) as (_, channel):
         assert set(await invoke(channel)) == {b"x"}
+        await eventually(lambda: bool(rpc_lines(logs)), "the call is logged")  # after its answer
     (line,) = rpc_lines(logs)
     assert line["code"] == "OK"
     assert line["role"] == "operator"
@@ -85,6 +87,8 @@ async def test_an_abort_of_the_handler_itself_keeps_its_code(
     async with serve(registration) as (_, channel):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await invoke(channel)
+        # The caller hears of an abort before the handler that makes it goes on.
+        await eventually(lambda: bool(rpc_lines(logs)), "the call is logged")
     assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
     assert caught.value.details() == "past the end"
     assert [line["code"] for line in rpc_lines(logs)] == ["OUT_OF_RANGE"]

@@ -188,3 +188,15 @@ def test_a_refused_value_is_not_repeated(environment: pytest.MonkeyPatch) -> Non
     """R8: somebody may have put a token into the wrong variable."""
     environment.setenv("PENSTOCK_VALVE_PORT", TOKEN)
     assert TOKEN not in str(refusal([]))
+
+
+@pytest.mark.parametrize(("endpoint", "holds"), [("http://collector:4317", False), ("https://collector:4317", True)])
+def test_a_certificate_authority_for_a_collector_that_is_spoken_to_in_clear_is_refused(
+    endpoint: str, holds: bool
+) -> None:
+    """R11: who names one means TLS; without it spans would go in clear and nobody would know."""
+    argv = ["--otlp-endpoint", endpoint, "--otlp-ca", "ca.pem"]
+    if holds:
+        assert ValveSettings.load(argv).otlp_ca == Path("ca.pem")
+    else:
+        assert "otlp_ca" in refusal(argv).violations[0].description

@@ -32,7 +32,7 @@ def test_long_text_is_cut_and_says_so(lines: int, shown: str) -> None:
 
 def test_the_task_of_the_guide_is_a_task(tmp_path: Path) -> None:
     """What the documentation shows works."""
-    block = GUIDE.read_text().split("```yaml\n")[1].split("```")[0]
+    block = GUIDE.read_text().split("```yaml task\n")[1].split("```")[0]
     file = tmp_path / "task.yaml"
     file.write_text(block)
     task = Task.load(file)

@@ -72,7 +72,7 @@ def test_nobody_else_on_the_machine_can_reach_them_and_the_authority_can_sign_no
     for role in ("operator", "trainer", "observer"):
         assert (place / f"{role}.token").stat().st_mode & 0o077 == 0
     keys = sorted(path.name for path in place.glob("*.key"))
-    assert keys == sorted(f"{service}.key" for service in SERVICES)
+    assert keys == sorted(f"{service}.key" for service in (*SERVICES, "dashboard"))
     assert list(tmp_path.iterdir()) == [place]
 
 

@@ -215,6 +215,26 @@ async def test_a_cancelled_call_ends_and_its_late_answer_says_so(fakes: Fakes, p
                 await call.deliver(ANSWER)
 
 
+async def test_credits_that_are_changed_keep_the_bound_of_bytes_where_none_is_given(fakes: Fakes, ps: Penstock) -> None:
+    """R26: backpressure holds: a window that is changed for its calls does not lose its bytes."""
+    seen: list[tuple[int, int | None]] = []
+
+    async def gate(stream: Gate) -> None:
+        await stream.hello()
+        for _ in range(3):
+            frame = await stream.read()
+            assert frame is not None and frame.HasField("credits"), frame
+            seen.append((frame.credits.calls, frame.credits.bytes))
+        await stream.goodbye()
+
+    fakes.converse(gate)
+    async with ps.intercept(credits=2, credit_bytes=1000) as session:
+        session.set_credits(0)
+        session.set_credits(4, 500)
+        session.set_credits(3)
+    assert seen == [(0, 1000), (4, 500), (3, 500)]
+
+
 async def test_pause_returns_when_the_gate_holds_calls_and_resume_when_they_flow(fakes: Fakes, ps: Penstock) -> None:
     """Decision 8: the agent never sees a weight sync."""
     seen: list[str] = []
@@ -269,6 +289,113 @@ async def test_a_pause_is_asked_for_again_when_the_gate_forgot_the_session(fakes
         await take(session, 1)
         assert session.session_id == "s2"
         await session.resume()
+
+
+async def test_a_pause_after_a_resume_that_nobody_waited_for_is_asked_for_itself(fakes: Fakes, ps: Penstock) -> None:
+    """R26: who is told that calls are held may rely on it: an older pause's answer is not the newest one's."""
+    seen: list[str] = []
+
+    async def gate(stream: Gate) -> None:
+        await stream.hello()
+        while "policy" not in seen:
+            frame = await stream.read()
+            assert frame is not None
+            seen.append(frame.WhichOneof("frame") or "")
+        for number, kind in enumerate(seen):
+            if kind == "pause":
+                await stream.send(paused=icpt.CallsPaused(open_calls=number))
+            elif kind == "resume":
+                await stream.send(resumed=icpt.CallsResumed())
+        await stream.goodbye()
+
+    fakes.converse(gate)
+    async with ps.intercept() as session:
+        asked = [
+            session.pause(),
+            session.resume(),
+            session.pause(),
+            session.pause(),
+            session.resume(),
+            session.resume(),
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(item) for item in asked]
+            await asyncio.sleep(0)
+            session.announce(1)
+    assert seen == ["pause", "resume", "pause", "resume", "policy"]
+    assert [answer.result() for answer in answers] == [0, None, 2, 2, None, None]
+
+
+async def test_a_late_answer_to_a_resume_does_not_end_the_wish_of_a_newer_pause(fakes: Fakes, ps: Penstock) -> None:
+    """Decision 8: calls stay held over a break, also where they had flowed in between."""
+    asked = asyncio.Event()
+    seen: list[str] = []
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello()
+        await asked.wait()
+        for _ in range(3):
+            await stream.read()
+        await stream.send(paused=icpt.CallsPaused())
+        await stream.send(resumed=icpt.CallsResumed())
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def resumes(stream: Gate) -> None:
+        await stream.hello(resumed=True)
+        frame = await stream.read()
+        assert frame is not None
+        seen.append(frame.WhichOneof("frame") or "")
+        await stream.send(paused=icpt.CallsPaused(open_calls=7))
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def forgot(stream: Gate) -> None:
+        await stream.hello("s2", resumed=False)
+        await stream.calls("c1")
+        while "policy" not in seen:
+            frame = await stream.read()
+            assert frame is not None
+            seen.append(frame.WhichOneof("frame") or "")
+        await stream.goodbye()
+
+    fakes.converse(breaks, resumes, forgot)
+    async with ps.intercept() as session:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(session.pause())
+            tasks.create_task(session.resume())
+            newest = tasks.create_task(session.pause())
+            await asyncio.sleep(0)
+            asked.set()
+        assert newest.result() == 7
+        await take(session, 1)
+        session.announce(1)
+    assert seen == ["pause", "pause", "policy"]
+
+
+async def test_a_pause_that_ran_out_is_not_wanted_any_more(fakes: Fakes, ps: Penstock) -> None:
+    """Decision 8: a pause has an end, which a gate that comes back does not undo."""
+    seen: list[str] = []
+
+    async def breaks(stream: Gate) -> None:
+        await stream.hello()
+        await stream.read()
+        await stream.send(paused=icpt.CallsPaused())
+        await stream.send(resumed=icpt.CallsResumed())
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def forgot(stream: Gate) -> None:
+        await stream.hello("s2", resumed=False)
+        await stream.calls("c1")
+        frame = await stream.read()
+        assert frame is not None
+        seen.append(frame.WhichOneof("frame") or "")
+        await stream.goodbye()
+
+    fakes.converse(breaks, forgot)
+    async with ps.intercept() as session:
+        await session.pause(max_duration=0.001)
+        await take(session, 1)
+        session.announce(1)
+    assert seen == ["policy"]
 
 
 async def test_a_gate_that_cannot_be_reached_is_an_error_at_once_that_says_what_to_do() -> None:

@@ -1,6 +1,7 @@
 """Task files."""
 
 import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from hypothesis import strategies as st
 
 from penstock.client import Command, InvalidArgument, RewardFrom, SeedFile, Task
 from penstock.client.taskfile import load_task
+from penstock.client.tasksets import schemas
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def write(folder: Path, text: str) -> Path:
@@ -120,3 +124,14 @@ def test_an_argv_that_is_a_text_is_refused_with_the_way_to_write_it() -> None:
     """R42: argv, not shell strings."""
     with pytest.raises(InvalidArgument, match="shell="):
         Command("rm -rf x")
+
+
+def test_the_dashboards_form_knows_the_keys_that_a_task_file_has() -> None:
+    """A key that the page does not know is refused there; what the schema has is taken, or refused by name."""
+    form = json.loads((ROOT / "clients/web/src/start/keys.json").read_text(encoding="utf-8"))
+    schema = schemas()["task"]
+    tables = {name.strip("_").removesuffix("Table").lower(): found for name, found in schema["$defs"].items()}
+    tables["command"] = tables["command"]["anyOf"][0]
+    assert form["task"] == list(schema["properties"])
+    for name in form.keys() - {"task"}:
+        assert sorted(form[name]) == sorted(tables[name]["properties"]), name

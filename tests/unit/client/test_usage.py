@@ -1,11 +1,16 @@
-"""What the command line refuses before anything is started."""
+"""What the command line refuses before anything is started, and where it says that things are."""
 
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
+from penstock.cli import up
 from penstock.cli.main import app
+from penstock.client.endpoints import SERVICES
+from penstock.client.stack import LocalStack
 from penstock.client.wire_results import call
 from penstock.trajectory.v1 import trajectory_pb2
 
@@ -86,3 +91,28 @@ def test_a_call_without_its_tokens_still_says_how_many_were_sampled() -> None:
     told = call(message)
     assert told.sampled_count == 7
     assert told.completion is not None and told.completion.token_ids is None
+
+
+def test_the_dashboards_link_stays_whole_on_a_narrow_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that was folded inside its token opens a page without a valid one; the terminal wraps it itself."""
+    link = f"http://127.0.0.1:7790/#token={'0123456789abcdef' * 4}"
+    said = io.StringIO()
+    monkeypatch.setattr(up, "out", Console(file=said, force_terminal=True, width=80, highlight=False))
+    up._say_where(LocalStack(state_dir=tmp_path), tmp_path / "connection.json", link, as_json=False)
+    lines = said.getvalue().splitlines()
+    assert [line for line in lines if "token" in line] == [f"dashboard     {link}"]
+    assert [line.split()[0] for line in lines[1:]] == [*SERVICES, "ingress", "dashboard"]
+
+
+def test_the_dashboards_names_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that is published on another address is told under which names it is asked for."""
+    listening: list[object] = []
+
+    async def served(_endpoints: object, _show_token: bool, listen: tuple[object, ...], _as_json: bool) -> int:
+        listening.extend(listen)
+        return 0
+
+    monkeypatch.setattr("penstock.cli.dashboard._serve", served)
+    done = CliRunner().invoke(app, ["dashboard"], env={"PENSTOCK_DASHBOARD_NAMES": "192.0.2.7 dash.example "})
+    assert done.exit_code == 0, done.output
+    assert listening[2] == ["192.0.2.7", "dash.example"]

@@ -26,7 +26,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "interception": InterceptionSettings,
     "sandbox": SandboxSettings,
 }
-SKIPPED = {".venv", ".venv-vllm", ".venv-openenv", "node_modules", "runs"}
+SKIPPED = {".venv", ".venv-vllm", ".venv-openenv", ".venv-docs", "build", "node_modules", ".toolchain", "runs"}
 PAGES = [path for path in sorted(ROOT.rglob("*.md")) if not SKIPPED.intersection(path.relative_to(ROOT).parts)]
 
 _CODE = re.compile(r"^```.*?\n(.*?)^```|^(?: {4}.*\n?)+|`([^`\n]+)`", re.MULTILINE | re.DOTALL)

@@ -14,7 +14,7 @@ from tests.unit.docs.pages import ROOT
 from tests.unit.docs.test_commands import SETTINGS
 
 from penstock.cli.credentials import make
-from penstock.client.endpoints import DEFAULT_INGRESS_PORT, DEFAULT_PORTS
+from penstock.client.endpoints import DEFAULT_DASHBOARD_PORT, DEFAULT_INGRESS_PORT, DEFAULT_PORTS
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -99,3 +99,22 @@ def test_the_engines_that_an_image_is_built_with_reach_pip(tmp_path: Path, extra
     assert said.split() == ["/dev/null" if extras else "pins", "-m", "pip", "install", wanted]
     assert re.findall(r"^ARG EXTRAS=(.*)$", dockerfile("inference"), re.MULTILINE) == [""]
     assert SERVICES["inference"]["build"]["args"]["EXTRAS"] == "${PENSTOCK_ENGINE_EXTRAS:-}"
+
+
+def test_the_dashboard_is_confined_as_the_services_are_and_has_no_token() -> None:
+    """R1, R9: it passes on what each page brings; its container has a certificate and nothing else that is secret."""
+    asked = SERVICES["dashboard"]
+    text = (ROOT / asked["build"]["dockerfile"]).read_text(encoding="utf-8")
+    assert asked["read_only"] and asked["cap_drop"] == ["ALL"] and asked["security_opt"] == ["no-new-privileges:true"]
+    assert set(asked["secrets"]) == {"ca.pem", "dashboard.pem", "dashboard.key"}
+    assert asked["ports"] == [f"${{PENSTOCK_BIND:-127.0.0.1}}:{DEFAULT_DASHBOARD_PORT}:{DEFAULT_DASHBOARD_PORT}"]
+    assert {asked["environment"][f"PENSTOCK_{name.upper()}_ADDRESS"] for name in DEFAULT_PORTS} == {
+        f"{name}:{port}" for name, port in DEFAULT_PORTS.items()
+    }
+    names = "${PENSTOCK_BIND:-127.0.0.1} ${PENSTOCK_DASHBOARD_NAMES:-}"
+    assert asked["environment"]["PENSTOCK_DASHBOARD_NAMES"] == names, (
+        "it answers at the address that it is published on"
+    )
+    assert re.findall(r"^USER (.+)$", text, re.MULTILINE) == ["10001:10001"]
+    assert re.findall(r"^EXPOSE (.+)$", text, re.MULTILINE) == [str(DEFAULT_DASHBOARD_PORT)]
+    assert not [name for name in asked["environment"] if name.endswith("_TOKEN")]

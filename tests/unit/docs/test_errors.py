@@ -13,7 +13,6 @@ from tests.unit.docs import code, protos
 from tests.unit.docs.code import ANY, Raised
 from tests.unit.docs.pages import Row, tables, words
 
-from penstock.cli import console
 from penstock.client import errors as client_errors
 from penstock.client.stack import StackFailed
 from penstock.interception.v1 import intercept_service_pb2
@@ -218,12 +217,6 @@ def test_each_reason_of_the_codec_stands_in_its_table(page: dict[str, list[Row]]
     assert found == {row["reason"] for row in page["Codec"]}
 
 
-def test_the_exit_codes_of_the_command_line_stand_in_their_table(page: dict[str, list[Row]]) -> None:
-    """An exit code is a promise to scripts."""
-    found = {name: value for name, value in vars(console).items() if name.isupper() and isinstance(value, int)}
-    assert found == {row["name"]: int(row["code"]) for row in page["Exit codes of `penstock`"]}
-
-
 def test_the_exit_codes_of_the_shell_agent_stand_in_their_table(page: dict[str, list[Row]]) -> None:
     """They decide what the driver calls a success."""
     modules = [item for item in code.modules("driver") if "agents/shell_agent" in item.path]
@@ -247,11 +240,11 @@ def test_what_a_proto_s_comment_promises_is_what_the_service_does(page: dict[str
     """Each `CODE (REASON)` in a comment stands in the service's table with that code, if its RPC is served."""
     known = {
         area: {(row["reason"], status) for row in page[heading] + page[EVERY] for status in words(row["code"])}
-        for area, heading in HEADINGS.items()
+        for area, heading in (HEADINGS | {"ops": EVERY}).items()
     }
     refused = {row["RPC"] for row in tables("docs/status.md").get("RPCs", [])}
     promised = list(protos.promises())
-    assert len({promise.area for promise in promised}) == 4
+    assert len({promise.area for promise in promised}) == 5
     broken = [
         promise
         for promise in promised
@@ -267,7 +260,7 @@ def test_every_rpc_has_a_handler_so_that_none_answers_without_a_reason() -> None
     """The generated default would answer INTERNAL and nothing else."""
     served = {
         f"{service}/{rpc}"
-        for component in ("sandbox", "driver", "interception", "inference")
+        for component in ("chassis", "sandbox", "driver", "interception", "inference")
         for service, handlers in code.servicers(component).items()
         for rpc in handlers
     }

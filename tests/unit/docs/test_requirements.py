@@ -63,8 +63,10 @@ def test_nobody_opens_a_listener_that_the_list_of_interfaces_does_not_know() -> 
     """R19: who adds a listener adds its line."""
     known = {
         "libs/chassis/penstock_chassis/server.py",  # each service's gRPC port
+        "libs/chassis/penstock_chassis/exposition.py",  # each service's metrics, where they are wanted
         "services/interception/penstock_interception/app.py",  # the ingress
         "clients/python/sdk/penstock/openenv/serving.py",  # the OpenEnv server, a client's program
+        "clients/python/sdk/penstock/dashboard/serving.py",  # the dashboard, a client's program
         "services/sandbox/penstock_sandbox/spawner/door.py",  # the endpoint inside a sandbox
         "services/sandbox/penstock_sandbox/attendant/endpoint.py",  # the same inside an attended one
         "services/sandbox/penstock_sandbox/attendant/main.py",  # the attendant's own socket

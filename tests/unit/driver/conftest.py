@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,11 @@ from tests.unit.driver.world import Directories, HttpGate, bash, say
 from penstock.driver.v1 import rollout_pb2
 from penstock_chassis.journal import Journal
 from penstock_driver.app import MIGRATIONS
-from penstock_driver.fleet import Fleet, new_id, new_records
+from penstock_driver.fleet import Fleet
 from penstock_driver.history import History
 from penstock_driver.launches import AgentChoice
 from penstock_driver.ports import Command, SandboxTerms
-from penstock_driver.records import Record, Records
+from penstock_driver.records import Record, Records, new_id, new_records
 from penstock_driver.registry import AgentRegistry
 from penstock_driver.rollouts import Limits, RolloutOrder, Task, Verifier
 from penstock_driver.rpc.shown import encode_event, encode_outcome
@@ -37,6 +38,8 @@ class Driver:
     registry: AgentRegistry
     sandboxes: Directories
     gate: HttpGate
+    make: Callable[[], Fleet]
+    """A fleet as the next driver has it."""
 
     def order(self, **changes: object) -> RolloutOrder:
         """A small task for the shell agent: copy note.txt to out.txt; reward by file."""
@@ -94,7 +97,8 @@ async def driver(tmp_path: Path, gate: HttpGate) -> AsyncIterator[Driver]:
     async with await Journal.open(tmp_path / "driver.db", MIGRATIONS) as journal:
         sandboxes = Directories(tmp_path / "boxes")
         records, history = Records(journal), History(journal, encode_event)
-        fleet = Fleet(
+        make = partial(
+            Fleet,
             records,
             history,
             sandboxes,
@@ -105,7 +109,8 @@ async def driver(tmp_path: Path, gate: HttpGate) -> AsyncIterator[Driver]:
             max_queued=100,
             agent_port=gate.port,
         )
-        yield Driver(fleet, records, history, await AgentRegistry.open(journal), sandboxes, gate)
-        await fleet.aclose()
+        driver = Driver(make(), records, history, await AgentRegistry.open(journal), sandboxes, gate, make)
+        yield driver
+        await driver.fleet.aclose()
         await history.aclose()
         assert not sandboxes.boxes, "a sandbox was left behind"

@@ -235,8 +235,9 @@ async def test_all_who_wait_for_an_installation_are_told_its_lines(driver: Drive
 
 
 async def test_a_clean_up_that_fails_does_not_hide_the_cause(driver: Driver) -> None:
-    """R49: the outcome names the first cause, and an event tells of the rest."""
+    """R49, R50: the outcome names the first cause, an event tells of the rest, and the next driver makes up for it."""
     await driver.run(driver.order())
+    away = driver.sandboxes.fail["delete_labelled"] = [Unavailable("third", reason="THIRD")] * 100
     driver.sandboxes.fail["start"] = [FailedPrecondition("first", reason="FIRST")]
     driver.sandboxes.fail["delete"] = [Unavailable("second", reason="SECOND")]
     record = await driver.start(driver.order())
@@ -246,6 +247,9 @@ async def test_a_clean_up_that_fails_does_not_hide_the_cause(driver: Driver) -> 
     assert "second" in told[0]
     assert driver.sandboxes.boxes
     assert await driver.records.owed() == [record.rollout_id]
+    await driver.fleet.aclose()
+    away.clear()
+    driver.fleet = driver.make()
     await driver.fleet.recover()
     await eventually_async(driver.owes_nothing, "what was owed is released")
     assert not driver.sandboxes.boxes

@@ -8,12 +8,15 @@ import io
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.support.waiting import eventually_async
+from pydantic import SecretStr
+from tests.support.waiting import GUARD_S, eventually, eventually_async
 from tests.unit.driver.conftest import Driver
 from tests.unit.driver.test_course import with_task
 from tests.unit.driver.world import HttpGate
@@ -23,23 +26,28 @@ from penstock.driver.v1 import rollout_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb
 from penstock.interception.v1 import rollout_gate_service_pb2_grpc as gate_grpc
+from penstock.sandbox.v1 import sandbox_service_pb2 as sandbox_pb
+from penstock.sandbox.v1 import sandbox_service_pb2_grpc as sandbox_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, PenstockError, Unavailable
+from penstock_chassis.journal import Journal
 from penstock_chassis.testing import serve
 from penstock_driver import history
+from penstock_driver.app import MIGRATIONS, build
 from penstock_driver.endings import failure_of, judge
-from penstock_driver.fleet import new_id, new_records
 from penstock_driver.grading import Grader
 from penstock_driver.phases import Conductor
-from penstock_driver.ports import Command, Exit, ExitReason, GateClosing
+from penstock_driver.ports import CallEnded, CallSpent, Command, Exit, ExitReason, Gate, GateClosing
 from penstock_driver.preflight import Preflight
-from penstock_driver.records import GroupRecord, Record, Records
+from penstock_driver.records import GroupRecord, Record, Records, new_id, new_records
 from penstock_driver.releases import Releases
 from penstock_driver.restoring import Kept
 from penstock_driver.rollouts import PARTY_OF, Cause, Failure, Limits, Party, Phase, RolloutOrder, Verifier
+from penstock_driver.rows import Rows
 from penstock_driver.rpc.gate import GrpcGate
 from penstock_driver.rpc.rollout_service import RolloutServicer
 from penstock_driver.rpc.shown import encode_event
+from penstock_driver.settings import DriverSettings
 from penstock_driver.specs import Artifact
 
 LOST = Unavailable("injected", reason="INJECTED")
@@ -254,44 +262,35 @@ async def test_watches_that_break_anywhere_and_resume_see_every_event_once_and_i
     """R71: several watchers of a rollout that runs, is tried again and ends, each leaving where it pleases."""
     driver.sandboxes.fail["start"] = [LOST]
     record: Record = await driver.start(replace(driver.order(), max_attempts=2))
-    servicer = RolloutServicer(driver.fleet, driver.registry, Preflight(driver.sandboxes, gate), _Captures())
+    servicer = _servicer(driver, gate)
     seen = await asyncio.gather(*(_watched(servicer, record.rollout_id, stops) for stops in watchers))
     every = [event.sequence for event in await driver.events(record.rollout_id)]
     assert every == list(range(1, len(every) + 1))
     assert seen == [every] * len(watchers)
 
 
-async def test_a_release_that_cannot_be_keeps_no_other_waiting(driver: Driver) -> None:
+async def test_a_release_that_cannot_be_keeps_no_other_waiting() -> None:
     """R49, R50: neither an error of one rollout's own nor one that nobody thought of."""
-    records = new_records(driver.order(), b"", ["first", "second", "third"])
-    await driver.records.create("q", "d", records)
-    for record in records:
-        driver.history.end(
-            record.rollout_id, None, b"", {}, is_result=False, fork_kind=0, last_sequence=0, attempts=1, owes=True
-        )
-    await driver.history.flush()
     released: asyncio.Queue[str] = asyncio.Queue()
 
-    class Broken(HttpGate):
-        async def close(self, rollout_id: str, reason: str) -> GateClosing:
-            if rollout_id == "first":
-                raise FailedPrecondition("for good", reason="BROKEN")
-            if rollout_id == "second":
-                raise RuntimeError("unthought of")
-            released.put_nowait(rollout_id)
-            return GateClosing()
+    async def release(rollout_id: str) -> None:
+        if rollout_id == "first":
+            raise FailedPrecondition("for good", reason="BROKEN")
+        if rollout_id == "second":
+            raise RuntimeError("unthought of")
 
-    releases = Releases(driver.records, driver.sandboxes, Broken(lambda messages: 500), lambda rollout_id: {"r": "x"})
-    await releases.start()
+    releases = Releases(release)
+    for rollout_id in ("first", "second", "third"):
+        releases.owe(rollout_id, partial(released.put, rollout_id))
     assert await released.get() == "third"
     await releases.aclose()
-    assert set(await driver.records.owed()) >= {"first", "second"}
+    assert released.empty()
 
 
 async def test_a_rollout_that_owes_a_release_is_not_deleted_and_its_id_is_nobody_elses(driver: Driver) -> None:
     """R49, R50: what it holds is found by its id."""
-    servicer = RolloutServicer(driver.fleet, driver.registry, Preflight(driver.sandboxes, driver.gate), _Captures())
-    driver.gate.fail["close"] = [FailedPrecondition("no", reason="BROKEN")] * 2
+    servicer = _servicer(driver, driver.gate)
+    driver.gate.fail["close"] = [FailedPrecondition("no", reason="BROKEN")] * 100
     record = await driver.start(driver.order())
     await driver.outcome(record)
     with pytest.raises(Unavailable) as caught:
@@ -337,7 +336,7 @@ async def test_a_cancelled_create_of_the_service_leaves_a_rollout_that_ends(driv
             await go_on.wait()
 
     driver.fleet.records = Slow(driver.records._journal)
-    servicer = RolloutServicer(driver.fleet, driver.registry, Preflight(driver.sandboxes, driver.gate), _Captures())
+    servicer = _servicer(driver, driver.gate)
     spec = rollout_pb2.RolloutSpec(mode=interception_pb2.MODE_INTERCEPTION_GATE)
     spec.source.tokenizer.name = "tiny"
     spec.agent.name = "shell"
@@ -394,6 +393,70 @@ async def test_a_journal_that_is_broken_fails_who_waits_for_it(driver: Driver, m
                 await other.flush()
 
 
+async def test_a_call_that_ends_while_its_rollout_s_end_is_written_takes_no_number_of_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R49, R71: the gate may tell late of a call that its closing ended; the journal goes on, for all rollouts."""
+    driver.fleet.watch_calls()
+    journal, calls = driver.records._journal, driver.gate.ended_calls
+    write = journal.write
+
+    async def overtaken(statements: Any) -> Any:
+        for sql, values in statements:
+            if sql.startswith("UPDATE rollouts SET phase = ?, end_time"):
+                call = trajectory_pb2.Call(rollout_id=values[-1]).SerializeToString()
+                calls.put_nowait(CallEnded(values[-1], call, CallSpent(1, 1)))
+                calls.put_nowait(CallEnded("of-nobody", b"", CallSpent()))
+                # The second one is fetched when the first one was heard.
+                await eventually(calls.empty, "the call is told")
+        return await write(statements)
+
+    monkeypatch.setattr(journal, "write", overtaken)
+    for _ in range(2):
+        record = await driver.start(driver.order())
+        assert (await driver.outcome(record)).reward.value == 1.0
+        await driver.history.flush()
+        events = await driver.events(record.rollout_id)
+        last = (await driver.fleet.get(record.rollout_id)).last_sequence
+        assert [event.sequence for event in events] == list(range(1, last + 1))
+        assert events[-1].HasField("ended")
+
+
+async def test_a_driver_whose_journal_is_broken_ends(tmp_path: Path) -> None:
+    """R49, R50: it takes nothing more of which the end would be on no disk; whoever restarts it ends what ran."""
+
+    class Boxes(sandbox_grpc.SandboxServiceServicer):
+        async def DeleteSandboxes(self, request: Any, context: Any) -> Any:  # noqa: N802
+            return sandbox_pb.DeleteSandboxesResponse()
+
+    class Gate(gate_grpc.RolloutGateServiceServicer):
+        async def CloseRollout(self, request: Any, context: Any) -> Any:  # noqa: N802
+            return gate_pb.CloseRolloutResponse()
+
+    async with await Journal.open(tmp_path / "driver.db", MIGRATIONS) as journal:
+        await journal.execute(
+            "INSERT INTO rollouts (rollout_id, idx, task_id, agent, agent_sha256, labels, spec, create_time, phase,"
+            " phase_times) VALUES ('r', 0, 't', 'shell', '', '{}', x'', 1.0, 1, '{}')"
+        )
+        await journal.execute(
+            "CREATE TRIGGER broken BEFORE INSERT ON events BEGIN SELECT RAISE(ABORT, 'not to be repeated'); END"
+        )
+    async with serve(
+        (Boxes(), sandbox_grpc.add_SandboxServiceServicer_to_server),  # type: ignore[abstract]
+        (Gate(), gate_grpc.add_RolloutGateServiceServicer_to_server),  # type: ignore[abstract]
+    ) as (address, _):
+        settings = DriverSettings(
+            operator_token=SecretStr("t" * 32),
+            state_dir=tmp_path,
+            sandbox_address=address,
+            interception_address=address,
+        )
+        with pytest.raises(sqlite3.IntegrityError, match="not to be repeated"):
+            async with asyncio.timeout(GUARD_S) as guard, build(settings):
+                await asyncio.get_running_loop().create_future()
+        assert not guard.expired()
+
+
 async def test_a_course_that_breaks_ends_as_a_fault_of_the_driver_and_its_holdings_are_released(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,7 +465,6 @@ async def test_a_course_that_breaks_ends_as_a_fault_of_the_driver_and_its_holdin
     async def broken(conductor: Conductor) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    await driver.fleet.recover()
     monkeypatch.setattr(Conductor, "_release", broken)
     record = await driver.start(driver.order())
     outcome = await driver.outcome(record)
@@ -461,7 +523,6 @@ class _Captures:
 
 async def test_a_driver_that_owes_a_release_pays_it_when_the_service_is_back(driver: Driver) -> None:
     """R49, R50: the gate stays away for a while after a rollout's end; its place there is given back later."""
-    await driver.fleet.recover()
     errors: list[PenstockError] = [FailedPrecondition("no", reason="BROKEN"), FailedPrecondition("no", reason="BROKEN")]
     driver.gate.fail["close"] = list(errors)
     record = await driver.start(driver.order())
@@ -469,3 +530,9 @@ async def test_a_driver_that_owes_a_release_pays_it_when_the_service_is_back(dri
     assert (outcome.failure.reason, outcome.failure.caused_by) == ("BROKEN", rollout_pb2.PARTY_GATE)
     await eventually_async(driver.owes_nothing, "the place is given back")
     assert driver.gate.closed == {record.rollout_id: "ROLLOUT_ENDED"}
+
+
+def _servicer(driver: Driver, gate: Gate) -> RolloutServicer:
+    """The service over a driver's own parts."""
+    rows = Rows(driver.records._journal)
+    return RolloutServicer(driver.fleet, rows, driver.registry, Preflight(driver.sandboxes, gate), _Captures())

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from tests.unit.driver.conftest import Driver
 
 from penstock.driver.v1 import rollout_pb2
-from penstock_driver.fleet import new_id, new_records
 from penstock_driver.groups import GroupPolicy, Verdict
 from penstock_driver.ports import GateClosing
-from penstock_driver.records import GroupRecord
+from penstock_driver.records import GroupRecord, new_id, new_records
 from penstock_driver.rpc.shown import group_to_proto
 
 

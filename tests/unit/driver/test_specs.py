@@ -62,7 +62,7 @@ async def test_a_registered_agent_survives_a_restart_and_its_versions_stay_known
 def test_the_guides_example_holds() -> None:
     """R66: what docs/guides/your-own-agent.md shows is a spec that loads."""
     guide = (Path(__file__).parents[3] / "docs/guides/your-own-agent.md").read_text("utf-8")
-    example = guide.partition("```yaml\n")[2].partition("```")[0]
+    example = guide.partition("```yaml agent\n")[2].partition("```")[0]
     assert load_spec(example, {"mine.sh": Path(__file__)}).name == "mine"
 
 

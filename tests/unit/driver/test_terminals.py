@@ -28,17 +28,22 @@ from penstock_chassis.errors import (
     Unavailable,
 )
 from penstock_chassis.journal import Journal
-from penstock_driver import terminal_records, terminal_releases
+from penstock_driver import metrics, releases
 from penstock_driver.app import MIGRATIONS
-from penstock_driver.episodes import Action, Answer, EpisodeCourse, TerminalOrder
+from penstock_driver.fleet import Fleet
+from penstock_driver.history import History
+from penstock_driver.oversight import Oversight
 from penstock_driver.ports import Command, Exit, ExitReason, Output, SandboxTerms
 from penstock_driver.preflight import Preflight
 from penstock_driver.records import Records
 from penstock_driver.rollouts import Limits, Task, Verifier
+from penstock_driver.rpc.shown import encode_event, encode_outcome
 from penstock_driver.rpc.terminal_forms import TerminalForms, terminal_to_proto
-from penstock_driver.terminal_records import TerminalRecords
-from penstock_driver.terminal_shell import Capture, ShellState, in_shell
-from penstock_driver.terminals import Terminals
+from penstock_driver.terminals import records as terminal_records
+from penstock_driver.terminals.episodes import Action, Answer, EpisodeCourse, TerminalOrder
+from penstock_driver.terminals.fleet import Terminals
+from penstock_driver.terminals.records import TerminalRecords
+from penstock_driver.terminals.shell import Capture, ShellState, in_shell
 
 # The course ----------------------------------------------------------------------------------------------------------
 
@@ -431,11 +436,31 @@ async def test_an_opening_that_a_restart_cut_off_is_done_anew_by_the_same_reques
     assert await world.open("q") == terminal_id
 
 
+@pytest.fixture
+async def oversight(world: World) -> AsyncIterator[Oversight]:
+    """What is told of the world's terminals, and of no rollout."""
+    history, records = History(world.journal, encode_event), Records(world.journal)
+    fleet = Fleet(
+        records,
+        history,
+        world.sandboxes,
+        HttpGate(lambda _: say("")),
+        instance_id="d1",
+        encode_outcome=encode_outcome,
+        max_running=1,
+        max_queued=1,
+        agent_port=1,
+    )
+    yield Oversight(fleet, world.terminals)
+    await history.aclose()
+
+
 async def test_a_sandbox_that_cannot_be_deleted_is_owed_until_it_can(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, oversight: Oversight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R50, R70: of an episode that has ended and of one that could not be opened; both say so meanwhile."""
-    monkeypatch.setattr(terminal_releases, "FIRST_PAUSE_S", 3600.0)  # nobody waits for the release
+    """R50, R70: of an episode that has ended and of one that could not be opened; both say so meanwhile, to operators
+    too."""
+    monkeypatch.setattr(releases, "FIRST_PAUSE_S", 3600.0)  # nobody waits for the release
     ended = await world.open()
     away = world.sandboxes.fail["delete_labelled"] = [Unavailable("away", reason="X")] * 4
     with pytest.raises(Unavailable) as pending:
@@ -447,8 +472,13 @@ async def test_a_sandbox_that_cannot_be_deleted_is_owed_until_it_can(
     with pytest.raises(FailedPrecondition, match="no"):
         await world.open()
     assert len(world.sandboxes.boxes) == 2
+    (trouble,) = oversight.troubles(0.0)
+    assert (trouble.reason, len(trouble.subjects), ended in trouble.subjects) == ("RELEASES_OWED", 2, True)
+    with oversight.told():
+        assert metrics.OWED.values() == {(): 2.0}
     away.clear()
     await world.terminals.aclose()  # each is tried once more
+    assert not list(oversight.troubles(0.0))
     assert not world.sandboxes.boxes
     await world.terminals.close(ended)
     assert not terminal_to_proto(await world.terminals.get(ended)).sandbox_id

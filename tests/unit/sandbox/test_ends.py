@@ -22,7 +22,7 @@ from tests.unit.sandbox.domain import Domain, opened, ready
 from tests.unit.sandbox.scripted_backend import World
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Unavailable
-from penstock_sandbox.model import State
+from penstock_sandbox.model import SNAPSHOT_LABEL, SandboxSpec, State
 
 _LIFETIME_S = 500.0
 _MOST = 4
@@ -251,6 +251,21 @@ async def test_what_cannot_be_deleted_is_shown_as_lost_refuses_work_and_goes_lat
         assert not domain.sandboxes.matching({}) and not await domain.rows()
         await domain.sandboxes.delete(made.id)
         await domain.create(wait_s=0)
+
+
+async def test_what_an_earlier_instance_made_a_snapshot_in_is_removed_and_shown_to_nobody(tmp_path: Path) -> None:
+    """R50: no caller was told of it, so none asks what became of it."""
+    world = World()
+    async with opened(tmp_path, world) as domain:
+        left = await domain.sandboxes.create("", SandboxSpec(labels={SNAPSHOT_LABEL: "key"}), shared=True)
+        world.sandboxes.add("only-labelled")
+    world.fails = True
+    async with opened(tmp_path, world) as domain:
+        assert not domain.sandboxes.matching({})
+        assert await domain.rows() == {left.id}
+        world.fails = False
+        await domain.try_again()
+        assert not world.sandboxes and not await domain.rows()
 
 
 async def test_what_an_earlier_instance_left_keeps_its_labels_and_is_removed_by_its_backend(tmp_path: Path) -> None:

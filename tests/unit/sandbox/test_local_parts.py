@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tarfile
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.waiting import GUARD_S
 
 from penstock_chassis.errors import InvalidArgument, ResourceExhausted
-from penstock_sandbox.backends.local import cgroups, descents, layers, rootfs, runtimes
+from penstock_sandbox.backends.local import cgroups, layers, rootfs, runtimes
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
+from penstock_sandbox.backends.local.disk_use import AT_ONCE, DiskUse
+from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.stage import Stage
 from penstock_sandbox.backends.local.uids import UserPool
 from penstock_sandbox.model import NetworkKind, NetworkPolicy, Resources, Runtime, RuntimeKind
 from penstock_sandbox.policy import network_problems
 from penstock_sandbox.rpc.pages import page
+from penstock_sandbox.spawner import descents
 
 
 def test_users_are_handed_out_once_and_come_back_with_their_last_holder() -> None:
@@ -125,6 +131,61 @@ def test_a_tree_of_any_depth_is_told_measured_and_removed(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+async def test_however_many_watch_a_sandbox_is_measured_once_at_a_time_and_nothing_else_waits(tmp_path: Path) -> None:
+    """R26, R71: those who give up leave no second measurement behind, nor a thread that others need."""
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    measured: list[Path] = []
+
+    def size(upper: Path, most: int) -> int:
+        measured.append(upper)
+        begun.release()
+        go_on.wait(GUARD_S)
+        return layers.size(upper, most)
+
+    (tmp_path / "file").write_bytes(b"x" * 7)
+    others = [tmp_path / str(number) for number in range(40)]
+    use = DiskUse(size)
+    watchers = [asyncio.create_task(use.of(tmp_path)) for _ in range(100)]
+    await asyncio.to_thread(begun.acquire)
+    for watcher in watchers[1:]:
+        watcher.cancel()
+    await asyncio.wait(watchers[1:])
+    late = asyncio.create_task(use.of(tmp_path))
+    more = [asyncio.create_task(use.of(other)) for other in others]
+    for _ in range(AT_ONCE - 1):
+        await asyncio.to_thread(begun.acquire)
+    # As many as may be are under way, and they hold nobody else up.
+    assert await asyncio.to_thread(len, measured) == AT_ONCE
+    go_on.set()
+    assert (await watchers[0], await late) == (7, 7)
+    assert await asyncio.gather(*more) == [0] * len(others)
+    assert sorted(measured) == sorted([tmp_path, *others])
+    assert await use.of(tmp_path) == 7
+    use.close()
+
+
+async def test_a_sandbox_with_more_than_can_be_looked_at_is_told_without_its_disk(tmp_path: Path) -> None:
+    """R26, R71: many files, one directory full of them, or a path without end: measuring ends; unset = cannot tell."""
+    upper, chain = tmp_path / "upper", tmp_path / "chain"
+    for number in range(3):
+        (upper / str(number)).mkdir(parents=True)
+        (upper / str(number) / "file").write_bytes(b"x")
+    assert await DiskUse(most_entries=6).of(upper) == 3
+    assert await DiskUse(most_entries=5).of(upper) is None
+    chain.mkdir()
+    deep(chain, 600)
+    # 601 names, and the directories' paths: 2, 4, ... characters.
+    paths = sum(2 * depth // 256 for depth in range(601))
+    assert await DiskUse(most_entries=601 + paths).of(chain) == 0
+    assert await DiskUse(most_entries=600 + paths).of(chain) is None
+
+    async def release(_: LocalSandbox) -> None:
+        return None
+
+    sandbox = LocalSandbox("s", None, upper, None, {}, lambda _: None, release, DiskUse(most_entries=5))
+    assert (await sandbox.stats()).disk_bytes is None
+
+
 def test_a_directory_that_is_moved_while_it_is_walked_leads_nowhere_else(tmp_path: Path) -> None:
     """R75: the way up from it is another one now, and a tree outside of what is walked is never looked at."""
     top = tmp_path / "in" / "upper"
@@ -132,7 +193,7 @@ def test_a_directory_that_is_moved_while_it_is_walked_leads_nowhere_else(tmp_pat
     (top / "z").mkdir()
     (tmp_path / "secret").mkdir()
     seen = []
-    for path, folders, others, _ in descents.walk(top):
+    for path, folders, others, _ in descents.walk(str(top)):
         seen.append(path)
         assert "secret" not in (*folders, *others)
         folders.sort(reverse=True)

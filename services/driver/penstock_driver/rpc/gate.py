@@ -13,7 +13,7 @@ from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2,
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.channel import typed_errors
 from penstock_chassis.errors import NotFound, PenstockError, Unavailable
-from penstock_driver.ports import CallEnded, GateClosing, GateOpening, GateOrder
+from penstock_driver.ports import CallEnded, CallSpent, GateClosing, GateOpening, GateOrder
 from penstock_driver.rpc.values import DIALECTS, dialect_from_proto
 
 CALL_S: Final = 60.0
@@ -145,7 +145,7 @@ class GrpcGate:
                             request.after_sequence = answer.changed.sequence
                             if answer.changed.call.state in _ENDED:
                                 call = answer.changed.call
-                                yield CallEnded(call.rollout_id, call.SerializeToString())
+                                yield CallEnded(call.rollout_id, call.SerializeToString(), spent_by(call))
             except PenstockError as error:
                 _log.info("the watch of calls broke", error=repr(error))
                 if error.reason == "SEQUENCE_UNKNOWN":
@@ -162,3 +162,15 @@ class GrpcGate:
         with typed_errors():
             async for answer in self._gate.GetCapture(request):
                 yield answer.trajectory
+
+
+def spent_by(call: trajectory_pb2.Call) -> CallSpent:
+    """What a call came to: counted tokens, or those that a source of text says."""
+    answer = call.completion
+    versions = [item.policy_version for item in answer.span.versions]
+    return CallSpent(
+        prompt_tokens=call.prompt_count or answer.usage.prompt_tokens,
+        completion_tokens=answer.span.count or answer.usage.completion_tokens,
+        oldest_version=min(versions, default=None),
+        newest_version=max(versions, default=None),
+    )

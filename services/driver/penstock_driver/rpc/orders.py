@@ -19,8 +19,6 @@ from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
 from penstock.sandbox.v1 import process_service_pb2, sandbox_service_pb2
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_driver import restoring, rewards
-from penstock_driver.episodes import MAX_COMMANDS as MAX_STEPS
-from penstock_driver.episodes import TerminalOrder
 from penstock_driver.launches import AgentChoice, FileToWrite, McpServer, check_choice
 from penstock_driver.ports import Command, SandboxTerms
 from penstock_driver.registry import AgentRegistry
@@ -32,7 +30,9 @@ from penstock_driver.rpc.values import (
     seed_from_proto,
     struct_to_dict,
 )
-from penstock_driver.terminal_shell import DEFAULT_OUTPUT, MAX_OUTPUT
+from penstock_driver.terminals.episodes import MAX_COMMANDS as MAX_STEPS
+from penstock_driver.terminals.episodes import TerminalOrder
+from penstock_driver.terminals.shell import DEFAULT_OUTPUT, MAX_OUTPUT
 
 MAX_INSTRUCTION_BYTES: Final = 1 << 20
 MAX_FILE_BYTES: Final = 16 << 20
@@ -137,6 +137,10 @@ def terminal_from_proto(request: terminal_service_pb2.OpenTerminalRequest) -> Te
         found.add("spec.task.verifier.fresh_fork", "a terminal episode is graded in its own sandbox: leave it unset")
     if task.verifier and task.verifier.restore:
         found.add("spec.task.verifier.restore", "nothing is restored in a terminal episode: have a command do it")
+    if task.keep_diff:
+        found.add("spec.task.keep_diff", "no diff is kept of a terminal episode: have a command print it")
+    if task.keep_files:
+        found.add("spec.task.keep_files", "no files are kept of a terminal episode: have a command print them")
     order = TerminalOrder(
         task=task,
         sandbox=_sandbox_terms(request.sandbox, found),
@@ -268,6 +272,8 @@ def _task(task: rollout_pb2.Task, found: _Findings) -> Task:
         setup=_commands(task.setup, "spec.task.setup", found),
         verifier=_verifier(task.verifier, found) if task.HasField("verifier") else None,
         env=dict(task.env),
+        keep_diff=task.keep_diff,
+        keep_files=task.keep_files,
     )
 
 

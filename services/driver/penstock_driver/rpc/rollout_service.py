@@ -12,13 +12,15 @@ from typing import Any, Final, Protocol
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service_pb2_grpc
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Unavailable, Violation
-from penstock_driver.fleet import Fleet, new_id, new_records
+from penstock_driver.fleet import Fleet
 from penstock_driver.preflight import Preflight
-from penstock_driver.records import Filter, GroupRecord, Record
+from penstock_driver.records import Filter, GroupRecord, Record, new_id, new_records
 from penstock_driver.registry import AgentRegistry
 from penstock_driver.rollouts import RolloutOrder
+from penstock_driver.rows import Rows
 from penstock_driver.rpc.orders import as_applied, order_from_proto, preparation_key
 from penstock_driver.rpc.paging import page_size, page_token
+from penstock_driver.rpc.row_stream import watch_rows
 from penstock_driver.rpc.shown import fill_in, group_to_proto, rollout_to_proto
 from penstock_driver.rpc.values import duration_to_seconds
 
@@ -42,10 +44,11 @@ class Captures(Protocol):
 class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
     """See rollout_service.proto."""
 
-    def __init__(self, fleet: Fleet, registry: AgentRegistry, preflight: Preflight, gate: Captures) -> None:
+    def __init__(self, fleet: Fleet, rows: Rows, registry: AgentRegistry, preflight: Preflight, gate: Captures) -> None:
         self._fleet = fleet
         self._records = fleet.records
         self._history = fleet.history
+        self._rows = rows
         self._registry = registry
         self._preflight = preflight
         self._gate = gate
@@ -112,6 +115,14 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                     if not await _within(signal, HEARTBEAT_S):
                         heartbeat = rollout_service_pb2.WatchHeartbeat()
                         yield rollout_service_pb2.WatchRolloutResponse(heartbeat=heartbeat)
+
+    async def WatchRollouts(  # noqa: N802
+        self, request: rollout_service_pb2.WatchRolloutsRequest, context: Any
+    ) -> AsyncIterator[rollout_service_pb2.WatchRolloutsResponse]:
+        """Rows of all that match, then those that change."""
+        matching = _filter(request.filter)
+        async for message in watch_rows(self._rows, self._history, matching, request, heartbeat_s=HEARTBEAT_S):
+            yield message
 
     async def WaitRollout(  # noqa: N802
         self, request: rollout_service_pb2.WaitRolloutRequest, context: Any
@@ -322,6 +333,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         for rollout_id in rollout_ids:
             await self._gate.delete(rollout_id)
             await self._records.delete(rollout_id)
+            self._history.deleted([rollout_id])
 
     async def _group(self, group_id: str) -> rollout_pb2.Group:
         group = await self._records.group(group_id)

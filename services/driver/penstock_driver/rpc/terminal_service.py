@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from penstock.driver.v1 import terminal_service_pb2, terminal_service_pb2_grpc
 from penstock_chassis.errors import InvalidArgument, Violation
-from penstock_driver.fleet import new_id
+from penstock_driver.records import new_id
 from penstock_driver.rpc.orders import preparation_key, terminal_from_proto
 from penstock_driver.rpc.terminal_forms import action_from_proto, kept_order, shown_terminal, terminal_to_proto
-from penstock_driver.terminals import Terminals
+from penstock_driver.terminals.fleet import Terminals
 
 MAX_ANSWER_BYTES: Final = 1 << 20
 _ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")

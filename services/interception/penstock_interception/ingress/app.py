@@ -17,6 +17,7 @@ import structlog
 from aiohttp import web
 
 from penstock_chassis.errors import PenstockError
+from penstock_chassis.tracing import TRACE_PARENT
 from penstock_codec import CodecError
 from penstock_interception.audit import Event
 from penstock_interception.calls import Arrival, Call, CallState, Mode, Rollout
@@ -208,6 +209,7 @@ class Ingress:
                 normalisations=notes,
                 agent_session=_session(request, rollout),
                 body_bytes=len(body),
+                trace_parent=headers.get(TRACE_PARENT, ""),
             )
             call = await self._turns.begin(rollout, arrival, parsed)
         else:

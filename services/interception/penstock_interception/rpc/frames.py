@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock_interception import observing
 from penstock_interception.calls import Call, Dialect
 from penstock_interception.requests import ChatRequest
 from penstock_interception.rpc import convert, tools
@@ -104,6 +105,7 @@ def _fields(call: Call) -> dict[str, Any]:
         "tokenizer_sha256": bytes.fromhex(facts.tokenizer_sha256),
         "chat_template_sha256": bytes.fromhex(facts.template_sha256),
         "model": call.arrival.model_requested,
+        "trace_parent": observing.trace_parent(call),
     }
     if opening.labels:
         fields["labels"] = dict(opening.labels)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import grpc
@@ -36,6 +38,8 @@ from penstock_interception.changes import CallChange, Change
 from penstock_interception.ingress import mcp
 from penstock_interception.ingress.dialect import DialectCodec
 from penstock_interception.rpc import convert, terms, tools, trajectory
+from penstock_interception.rpc.standing import interval_from, standing_to
+from penstock_interception.standing import standing
 from penstock_interception.turns import Turns
 
 T = TypeVar("T")
@@ -196,11 +200,18 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
                 continue
             if len(watched) == 1 and self._over(next(iter(watched))):
                 return
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await changes.wait(at)
-            except TimeoutError:
+            if not await changes.wait(at, HEARTBEAT_S, ended_only=request.ended_only):
                 yield pb.WatchCallsResponse(heartbeat=pb.WatchCallsResponse.WatchHeartbeat())
+
+    async def WatchGate(  # noqa: N802
+        self, request: pb.WatchGateRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
+    ) -> AsyncIterator[pb.WatchGateResponse]:
+        interval = interval_from(request)
+        while not self._stopping.is_set():
+            yield standing_to(standing(self._gate.rollouts(), self._gate.dispatcher.sessions()), time.time())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await self._stopping.wait()
 
     def _over(self, rollout_id: str) -> bool:
         rollout = self._gate.find(rollout_id)

@@ -7,6 +7,7 @@ message per call costs four times as much CPU as frames that carry what has gath
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
@@ -25,6 +26,7 @@ from penstock_chassis.errors import (
 )
 from penstock_interception.calls import Call
 from penstock_interception.completions import Failure
+from penstock_interception.metrics import REJECTED
 from penstock_interception.ports import Accepted, Rejection, RejectionReason
 from penstock_interception.rpc import convert, tools, trajectory
 from penstock_interception.rpc.frames import CallWriter, frames_of
@@ -186,6 +188,40 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         )
 
 
+class _Judged:
+    """Frames of results that were judged and are not yet acknowledged, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._frames: deque[list[Accepted | Rejection]] = deque()
+        self._more = asyncio.Event()
+        self._over = False
+
+    def put(self, verdicts: list[Accepted | Rejection]) -> None:
+        """One frame's."""
+        self._frames.append(verdicts)
+        self._more.set()
+
+    def end(self) -> None:
+        """No further frame comes."""
+        self._over = True
+        self._more.set()
+
+    async def take(self) -> list[Accepted | Rejection] | None:
+        """The oldest frame's; None after the last."""
+        while not self._frames:
+            if self._over:
+                return None
+            self._more.clear()
+            await self._more.wait()
+        return self._frames.popleft()
+
+    def take_settled(self) -> list[Accepted | Rejection] | None:
+        """The oldest frame's when nothing of it is on its way to the disk any more: one commit takes many frames."""
+        if self._frames and all(isinstance(one, Rejection) or one.committed.done() for one in self._frames[0]):
+            return self._frames.popleft()
+        return None
+
+
 class _Stream:
     """One session's two halves: what comes in is judged in order, what goes out is whatever has gathered.
 
@@ -200,8 +236,8 @@ class _Stream:
         self._heartbeat_s = heartbeat_s
         self._stopping = stopping
         self._replies: list[pb.InterceptResponse] = []
-        self._verdicts: asyncio.Queue[list[Accepted | Rejection] | None] = asyncio.Queue()
-        self._tool_verdicts: asyncio.Queue[list[Accepted | Rejection] | None] = asyncio.Queue()
+        self._judged = _Judged()
+        self._judged_tools = _Judged()
         self._heard = asyncio.get_running_loop().time()
         self._said_goodbye = False
         self._told_go_away = False
@@ -217,18 +253,22 @@ class _Stream:
                     await self._take(request)
                     if self._said_goodbye:
                         break
-                self._verdicts.put_nowait(None)
-                self._tool_verdicts.put_nowait(None)
+                self._judged.end()
+                self._judged_tools.end()
         finally:
             self.session.end()
 
     async def _acknowledge(self) -> None:
         """Tells what became of each frame of results, in the order in which they came."""
-        while (verdicts := await self._verdicts.get()) is not None:
-            self._reply(pb.InterceptResponse(acknowledged=await _told(verdicts)))
+        judged = self._judged
+        while (verdicts := await judged.take()) is not None:
+            acknowledged = await _told(verdicts)
+            while (more := judged.take_settled()) is not None:
+                acknowledged.MergeFrom(await _told(more))
+            self._reply(pb.InterceptResponse(acknowledged=acknowledged))
 
     async def _acknowledge_tool_results(self) -> None:
-        while (verdicts := await self._tool_verdicts.get()) is not None:
+        while (verdicts := await self._judged_tools.take()) is not None:
             told = await _told(verdicts)
             acknowledged = pb.ToolResultsAcknowledged(
                 accepted_tool_call_ids=told.accepted_call_ids, rejected=told.rejected
@@ -285,7 +325,7 @@ class _Stream:
         match request.WhichOneof("frame"):
             case "results":
                 results = request.results.results
-                self._verdicts.put_nowait([await _judge_one(self._turns, result, session) for result in results])
+                self._judged.put([await _judge_one(self._turns, result, session) for result in results])
             case "credits":
                 dispatcher.set_credit(session, _credits(request.credits, least=0, bytes_now=session.credit.bytes))
             case "pause":
@@ -301,7 +341,7 @@ class _Stream:
                 self._said_goodbye = True
             case "tool_results":
                 given = request.tool_results.results
-                self._tool_verdicts.put_nowait([self._judge_tool_result(result) for result in given])
+                self._judged_tools.put([self._judge_tool_result(result) for result in given])
             case "hello":
                 raise AlreadyExists("Hello is sent once.", reason="HELLO_REPEATED")
             case "heartbeat" | None:
@@ -331,12 +371,21 @@ async def _told(verdicts: Sequence[Accepted | Rejection]) -> pb.ResultsAcknowled
                 )
             )
         else:
-            await asyncio.shield(verdict.committed)
+            if not verdict.committed.done():
+                await asyncio.shield(verdict.committed)
+            verdict.committed.result()
             acknowledged.accepted_call_ids.append(verdict.call_id)
     return acknowledged
 
 
 async def _judge_one(turns: Turns, result: pb.CallResult, session: Session | None) -> Accepted | Rejection:
+    verdict = await _judged(turns, result, session)
+    if isinstance(verdict, Rejection):
+        REJECTED.labels(verdict.reason.value).inc()
+    return verdict
+
+
+async def _judged(turns: Turns, result: pb.CallResult, session: Session | None) -> Accepted | Rejection:
     gate = turns.gate
     if not gate.knows(result.call_id):
         with suppress(NotFound):  # what is nobody's is judged below like everything else

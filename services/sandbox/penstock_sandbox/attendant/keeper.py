@@ -28,6 +28,7 @@ import time
 from typing import Dict, List, NoReturn, Optional, Sequence, Set, Tuple
 
 from penstock_sandbox.attendant import frames, system
+from penstock_sandbox.spawner import files
 
 _KILL_DEADLINE_S = 10.0
 _KILL_PAUSE_MS = 2
@@ -112,13 +113,6 @@ class Keeper:
             self._feed.sendall(text)
         finally:
             self._feed.close()
-
-
-class _NotExecuted(Exception):
-    def __init__(self, number: int, what: str) -> None:
-        super().__init__(what)
-        self.errno = number
-        self.what = what
 
 
 def _keep(control: socket.socket, feed: socket.socket, told: int, workload: system.Workload) -> NoReturn:
@@ -300,9 +294,9 @@ def _execute(feed: socket.socket, told: int, workload: system.Workload, mark: Op
         try:
             os.chdir(program["cwd"])
         except OSError as error:
-            raise _NotExecuted(error.errno or errno.EIO, "working directory: %s" % error.strerror) from error
-        os.execve(_find(argv[0], env.get("PATH", "")), argv, env)
-    except _NotExecuted as failure:
+            raise files.Refused(error.errno or errno.EIO, "working directory: %s" % error.strerror) from error
+        os.execve(files.program(argv[0], env.get("PATH", "")), argv, env)
+    except files.Refused as failure:
         _write(told, {"errno": failure.errno, "what": failure.what, "failed": True})
     except OSError as error:
         _write(told, {"errno": error.errno or errno.EIO, "what": error.strerror or str(error), "failed": True})
@@ -324,8 +318,8 @@ def _rehearse(feed: socket.socket) -> None:
     os.getgroups()
     os.chdir("/")
     try:
-        os.execve(_find("true", "/nowhere:/usr/bin:/bin") + "/", ["true"], {"PATH": ""})
-    except (OSError, _NotExecuted):
+        os.execve(files.program("true", "/nowhere:/usr/bin:/bin") + "/", ["true"], {"PATH": ""})
+    except (OSError, files.Refused):
         pass  # no program is a directory
 
 
@@ -363,22 +357,6 @@ def _prefer_for_oom() -> None:
         pass  # it stands higher already
     finally:
         os.close(descriptor)
-
-
-def _find(program: str, path: str) -> str:
-    if "/" in program:
-        return program
-    denied = False
-    for folder in path.split(":"):
-        candidate = os.path.join(folder or ".", program)
-        if os.access(candidate, os.X_OK):
-            if not os.path.isdir(candidate):
-                return candidate
-        elif os.path.exists(candidate):
-            denied = True
-    if denied:
-        raise _NotExecuted(errno.EACCES, "%s: not executable" % program)
-    raise _NotExecuted(errno.ENOENT, "%s: not found in PATH" % program)
 
 
 def close_others(kept: Set[int]) -> None:

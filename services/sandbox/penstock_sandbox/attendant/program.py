@@ -31,6 +31,7 @@ PARTS = (
     "penstock_sandbox.attendant.nursery",
     "penstock_sandbox.attendant.main",
     "penstock_sandbox.spawner.files",
+    "penstock_sandbox.spawner.descents",
     "penstock_sandbox.spawner.trees",
 )
 """The modules of the program."""

@@ -2,7 +2,7 @@
 
 Purpose: the domain (leases, idempotency, output, timeouts, exits) is the same for all backends and lives above this
 interface; a backend does only what differs. Backends are found through the entry point group
-``penstock.sandbox.backends`` (name -> callable(BackendContext) -> Backend).
+``penstock.sandbox.backends`` (name -> callable(SandboxSettings) -> Backend).
 
 Invariants
 - A spec that asks for what ``capabilities`` lacks never reaches ``create``: ``refuse_unsupported`` stopped it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from penstock_sandbox.forks import Forks
 from penstock_sandbox.model import Snapshot
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.pages import page
+from penstock_sandbox.rpc.usage import stats_to, terms_from, usages
 from penstock_sandbox.sandboxes import Sandboxes
 from penstock_sandbox.snapshots import CommandStarted, Snapshots
 
@@ -60,6 +62,15 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     ) -> AsyncIterator[pb.WatchSandboxResponse]:
         async for view in self._sandboxes.watch(request.sandbox_id):
             yield pb.WatchSandboxResponse(sandbox=convert.sandbox_to(view))
+
+    async def WatchSandboxes(  # noqa: N802
+        self, request: pb.WatchSandboxesRequest, context: Context
+    ) -> AsyncIterator[pb.WatchSandboxesResponse]:
+        interval, most = terms_from(request)
+        while True:
+            found = self._sandboxes.matching(dict(request.labels))
+            yield pb.WatchSandboxesResponse(sandboxes=await usages(self._sandboxes, found[:most]), count=len(found))
+            await asyncio.sleep(interval)
 
     async def DeleteSandbox(self, request: pb.DeleteSandboxRequest, context: Context) -> pb.DeleteSandboxResponse:  # noqa: N802
         await self._sandboxes.delete(request.sandbox_id)
@@ -152,14 +163,7 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:  # noqa: N802
         _, handle, _ = self._sandboxes.usable(request.sandbox_id)
-        stats = await handle.stats()
-        return pb.GetStatsResponse(
-            memory_bytes=stats.memory_bytes,
-            memory_peak_bytes=stats.memory_peak_bytes,
-            pids=stats.pids,
-            cpu_time=convert.duration(stats.cpu_s) if stats.cpu_s is not None else None,
-            disk_bytes=stats.disk_bytes,
-        )
+        return stats_to(await handle.stats())
 
     async def DiffSandbox(  # noqa: N802
         self, request: pb.DiffSandboxRequest, context: Context

@@ -188,7 +188,7 @@ class Door:
         held: list[int] = []
         actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = []
         try:
-            program = _find(request["argv"][0], environment.get("PATH", ""))
+            program = files.program(request["argv"][0], environment.get("PATH", ""))
             window: tuple[int, int] | None = request["pty"]
             if window is not None:
                 primary, secondary = os.openpty()
@@ -342,22 +342,6 @@ def _carries(process: int, tag: str) -> bool:
         return False
     finally:
         os.close(threads)
-
-
-def _find(program: str, path: str) -> str:
-    if "/" in program:
-        return program
-    denied = False
-    for folder in path.split(":"):
-        candidate = os.path.join(folder or ".", program)
-        if os.access(candidate, os.X_OK):
-            if not os.path.isdir(candidate):
-                return candidate
-        elif os.path.exists(candidate):
-            denied = True
-    if denied:
-        raise files.Refused(errno.EACCES, f"{program}: not executable")
-    raise files.Refused(errno.ENOENT, f"{program}: not found in PATH")
 
 
 def enter(sandbox: int, first_pid: int, channel: socket.socket, uid: int | None, calls: bytes | None) -> None:

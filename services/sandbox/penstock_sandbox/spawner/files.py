@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 Message = Dict[str, Any]
 Reply = Tuple[Message, List[int]]
@@ -189,7 +189,7 @@ def open_folder(path: str, *, create: bool, anchor: int | None = None, force: bo
         raise
 
 
-def below(folder: int, name: str) -> int:
+def below(folder: Optional[int], name: str) -> int:
     """Open a directory in another one; it may not be a symbolic link."""
     try:
         opened = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
@@ -222,13 +222,35 @@ def _make_way(folder: int, name: str, *, create: bool) -> None:
     os.mkdir(name, 0o755, dir_fd=folder)
 
 
-def unlock(folder: int, name: str, status: os.stat_result) -> None:
+def unlock(folder: Optional[int], name: str, status: os.stat_result) -> None:
     """Let its owner read, write and enter the directory that ``status`` describes."""
     if status.st_mode & 0o700 != 0o700:
         try:
-            os.chmod(name, stat.S_IMODE(status.st_mode) | 0o700, dir_fd=folder)
+            found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                # By descriptor: whoever puts a link in its place meanwhile changes nothing else's mode.
+                os.chmod(f"/proc/self/fd/{found}", stat.S_IMODE(status.st_mode) | 0o700)
+            finally:
+                os.close(found)
         except PermissionError:
             pass  # somebody else's: what is done in it says so
+
+
+def program(name: str, path: str) -> str:
+    """The file of a program, looked for in ``path`` as a shell does; raises Refused."""
+    if "/" in name:
+        return name
+    denied = False
+    for folder in path.split(":"):
+        candidate = os.path.join(folder or ".", name)
+        if os.access(candidate, os.X_OK):
+            if not os.path.isdir(candidate):
+                return candidate
+        elif os.path.exists(candidate):
+            denied = True
+    if denied:
+        raise Refused(errno.EACCES, f"{name}: not executable")
+    raise Refused(errno.ENOENT, f"{name}: not found in PATH")
 
 
 def _describe(status: os.stat_result) -> Message:

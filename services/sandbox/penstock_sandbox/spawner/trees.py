@@ -17,9 +17,9 @@ import json
 import os
 import stat
 import tarfile
-from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Tuple
+from typing import Any, BinaryIO, Callable, Dict, Iterator, List
 
-from penstock_sandbox.spawner import files
+from penstock_sandbox.spawner import descents, files
 
 WHITEOUT = ".wh."
 """A member of a layer whose name begins with this removes what the rest of it names (OCI image specification)."""
@@ -67,60 +67,8 @@ def _remove(request: files.Message, _: list[int]) -> files.Message:
     elif not request["recursive"]:
         os.rmdir(path)
     else:
-        folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            remove_tree(folder, os.path.basename(path))
-        finally:
-            os.close(folder)
+        descents.remove(path)
     return {}
-
-
-def remove_tree(folder: int, name: str) -> None:
-    """Remove whatever ``name`` is in the directory ``folder``, with all that is in it; nothing there is fine.
-
-    One descriptor at a time and no recursion: whoever made it may have made it deep.
-    """
-    try:
-        status = os.lstat(name, dir_fd=folder)
-    except FileNotFoundError:
-        return
-    if not stat.S_ISDIR(status.st_mode):
-        os.unlink(name, dir_fd=folder)
-        return
-    files.unlock(folder, name, status)
-    here = files.below(folder, name)
-    try:
-        path: List[Tuple[str, List[str]]] = [(name, _unlink_files(here))]
-        while path:
-            inner_names = path[-1][1]
-            if inner_names:
-                inner_name = inner_names.pop()
-                files.unlock(here, inner_name, os.lstat(inner_name, dir_fd=here))
-                inner = files.below(here, inner_name)
-                os.close(here)
-                here = inner
-                path.append((inner_name, _unlink_files(here)))
-            else:
-                emptied = path.pop()[0]
-                outer = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=here)
-                os.close(here)
-                here = outer
-                os.rmdir(emptied, dir_fd=here)
-    finally:
-        os.close(here)
-
-
-def _unlink_files(folder: int) -> list[str]:
-    """Remove everything in a directory but its directories; answers their names."""
-    names = []
-    with os.scandir(folder) as scan:
-        entries = list(scan)
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            names.append(entry.name)
-        else:
-            os.unlink(entry.name, dir_fd=folder)
-    return names
 
 
 def _read_tree(request: files.Message, descriptors: list[int]) -> files.Message:
@@ -216,7 +164,7 @@ def _unpack_all(archive: tarfile.TarFile, anchor: int, force: bool) -> None:
         folder, base = files.parent(name, create=True, anchor=anchor, force=force)
         try:
             if force:
-                remove_tree(folder, base)
+                descents.remove(base, folder)
             _unpack(archive, member, folder, base, anchor)
         finally:
             os.close(folder)
@@ -241,7 +189,7 @@ def _apply_whiteout(name: str, anchor: int) -> None:
     except (files.Refused, FileNotFoundError, NotADirectoryError):
         return  # a link or nothing stands where the directory was: what it held is not there
     try:
-        remove_tree(folder, base[len(WHITEOUT) :])
+        descents.remove(base[len(WHITEOUT) :], folder)
     finally:
         os.close(folder)
 

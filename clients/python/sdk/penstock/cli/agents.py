@@ -4,13 +4,17 @@ import re
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+import yaml
 from rich.markup import escape
 
-from penstock.cli.console import FAILED, OK, columns, out, quoted, read, run
+from penstock.cli.completing import agent_names
+from penstock.cli.console import FAILED, OK, columns, emit, out, quoted, read, run
+from penstock.cli.options import AsJson, Backend
 from penstock.cli.scaffold import scaffold
 from penstock.cli.services import services
 from penstock.client.agentfile import dump_spec, load_spec
@@ -25,22 +29,24 @@ app = typer.Typer(help="List, show, check and register agents.", invoke_without_
 
 
 @app.callback()
-def agents(context: typer.Context) -> None:
+def agents(context: typer.Context, as_json: AsJson = False) -> None:
     """List the agents when no command is given."""
     if context.invoked_subcommand is None:
-        run(_list())
+        run(_list(as_json))
 
 
 @app.command("list")
-def list_() -> None:
+def list_(as_json: AsJson = False) -> None:
     """All agents that can be run."""
-    run(_list())
+    run(_list(as_json))
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="The agent's name.")]) -> None:
+def show(
+    name: Annotated[str, typer.Argument(help="The agent's name.", autocompletion=agent_names)], as_json: AsJson = False
+) -> None:
     """An agent's spec, as the file that `register` takes."""
-    run(_show(name))
+    run(_show(name, as_json))
 
 
 @app.command()
@@ -49,6 +55,7 @@ def new(
     npm: Annotated[str, typer.Option(help="Its package at npm, as NAME@VERSION.")] = "",
     pypi: Annotated[str, typer.Option(help="Its package at PyPI, as NAME==VERSION.")] = "",
     file: Annotated[Path | None, typer.Option("--file", "-o", help="Where to write; default NAME.yaml.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a commented spec to start from."""
     target = file or Path(f"{name}.yaml")
@@ -65,36 +72,46 @@ def new(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except FileExistsError:
-        raise typer.BadParameter(f"{target} is there already", param_hint="--file") from None
-    out.print(f"wrote {escape(str(target))}; next: penstock agents check {escape(str(target))}", soft_wrap=True)
+        raise typer.BadParameter(f"{target} is there already: write another with --file") from None
+    if as_json:
+        emit({"file": str(target)})
+        return
+    first = f"{escape(name)}.txt, as the file says under python_packages; then " if pypi else ""
+    out.print(f"wrote {escape(str(target))}; next: {first}penstock agents check {escape(str(target))}", soft_wrap=True)
 
 
 @app.command()
 def check(
-    agent: Annotated[str, typer.Argument(help="A registered agent's name, or the YAML file of one.")],
+    agent: Annotated[
+        str, typer.Argument(help="A registered agent's name, or the YAML file of one.", autocompletion=agent_names)
+    ],
     install: Annotated[
         bool, typer.Option(help="Install a file's agent and run its check command in a sandbox.")
     ] = False,
     trial: Annotated[
         bool, typer.Option("--run", help="Also run it once, with a script for a model; takes a trainer's token.")
     ] = False,
-    backend: Annotated[str, typer.Option(help="Sandbox backend; default: the operator's.")] = "",
+    backend: Backend = "",
+    as_json: AsJson = False,
 ) -> None:
     """Certify an agent: read its spec, install it, run it once. A file's agent is only read unless you say more."""
     is_file = agent.endswith((".yaml", ".yml")) or "/" in agent
-    run(_check(Path(agent) if is_file else agent, install or not is_file, trial, backend))
+    run(_check(Path(agent) if is_file else agent, install or not is_file, trial, backend, as_json))
 
 
 @app.command()
-def register(spec: Annotated[Path, typer.Argument(help="YAML file with the spec.")]) -> None:
+def register(spec: Annotated[Path, typer.Argument(help="YAML file with the spec.")], as_json: AsJson = False) -> None:
     """Add an agent of your own, or a new version of it."""
-    run(_register(spec))
+    run(_register(spec, as_json))
 
 
-async def _list() -> int:
+async def _list(as_json: bool) -> int:
     table = columns("agent", "version", "speaks", "options", "description")
     async with services() as ps:
         async for agent in ps.agents.list():
+            if as_json:
+                emit(_shape(agent))
+                continue
             table.add_row(
                 f"[bold]{escape(agent.name)}[/]",
                 escape(agent.version),
@@ -102,28 +119,46 @@ async def _list() -> int:
                 escape(", ".join(option.name for option in agent.options)),
                 escape(agent.description) + ("" if agent.built_in else " [dim](registered)[/]"),
             )
-    out.print(table)
+    if not as_json:
+        out.print(table)
     return OK
 
 
-async def _show(name: str) -> int:
+def _shape(agent: Agent) -> dict[str, Any]:
+    return {
+        "name": agent.name,
+        "version": agent.version,
+        "description": agent.description,
+        "dialects": agent.dialects,
+        "options": agent.options,
+        "built_in": agent.built_in,
+        "needs_root": agent.needs_root,
+        "spec_sha256": agent.spec_sha256,
+    }
+
+
+async def _show(name: str, as_json: bool) -> int:
     async with services() as ps:
         agent = await ps.agents.get(name)
+    if as_json:
+        emit({**_shape(agent), "spec": yaml.safe_load(dump_spec(agent.spec))})
+        return OK
     # As it is, for a file: a console would wrap and colour it. YAML escapes what could drive a terminal.
     typer.echo(f"# {agent.name} {agent.version}, spec {agent.spec_sha256}\n{dump_spec(agent.spec)}", nl=False)
     return OK
 
 
-async def _check(agent: Path | str, install: bool, trial: bool, backend: str) -> int:
+async def _check(agent: Path | str, install: bool, trial: bool, backend: str, as_json: bool) -> int:
     given = read(load_spec, agent) if isinstance(agent, Path) else agent
     failed = False
     async with services() as ps:
         async for finding in ps.agents.check(given, backend=backend, spec_only=not (install or trial)):
-            failed |= _tell(finding)
+            failed |= _tell(finding, as_json)
         if trial and not failed:
             async with _registered(ps, given) as tried:
-                for finding in (await run_trial(ps, tried, backend=backend, tell=_progress)).findings():
-                    failed |= _tell(finding)
+                made = await run_trial(ps, tried, backend=backend, tell=partial(_progress, as_json))
+                for finding in made.findings():
+                    failed |= _tell(finding, as_json)
     return FAILED if failed else OK
 
 
@@ -142,21 +177,27 @@ async def _registered(ps: Penstock, given: str | AgentSpec) -> AsyncIterator[Age
         await ps.agents.delete(spec.name)
 
 
-def _tell(finding: CheckFinding) -> bool:
+def _progress(as_json: bool, line: str) -> None:
+    _tell(CheckFinding("run", "progress", line), as_json)
+
+
+def _tell(finding: CheckFinding, as_json: bool) -> bool:
     """Print a finding; whether it is one that has to be mended."""
+    if as_json:
+        emit({"step": finding.step, "outcome": finding.outcome, "message": finding.message})
+        return finding.outcome == "failed"
     style = {"ok": "green", "failed": "red", "warning": "yellow"}.get(finding.outcome, "dim")
     out.print(f"[{style}]{escape(finding.step)} {finding.outcome}[/] ", end="")
     out.print(quoted(finding.message))
     return finding.outcome == "failed"
 
 
-def _progress(line: str) -> None:
-    _tell(CheckFinding("run", "progress", line))
-
-
-async def _register(spec: Path) -> int:
+async def _register(spec: Path, as_json: bool) -> int:
     given = read(load_spec, spec)
     async with services() as ps:
         agent = await ps.agents.register(given)
+    if as_json:
+        emit(_shape(agent))
+        return OK
     out.print(f"registered {escape(agent.name)} {escape(agent.version)}, spec {agent.spec_sha256}", soft_wrap=True)
     return OK

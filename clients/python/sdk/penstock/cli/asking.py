@@ -1,11 +1,9 @@
 """Who answers an agent's model calls, as the commands that run agents are told: an engine of theirs, or an upstream."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
-
-import orjson
+from typing import Final
 
 from penstock.cli.console import usage_error
 from penstock.cli.services import ModelChoice, services
@@ -48,17 +46,3 @@ async def answered(
         if upstream is None and not ps.endpoints.inference:
             usage_error(_NO_MODEL)
         yield ps
-
-
-def agent_options(items: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE; a value that is JSON (a number, true, a list) is that, anything else is text."""
-    options: dict[str, Any] = {}
-    for item in items:
-        name, equals, value = item.partition("=")
-        if not (name and equals):
-            usage_error(f"--option: {item!r} is not NAME=VALUE")
-        try:
-            options[name] = orjson.loads(value)
-        except orjson.JSONDecodeError:
-            options[name] = value
-    return options

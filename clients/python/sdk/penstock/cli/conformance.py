@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.console import usage_error
+from penstock.cli.options import AsJson
 
 
 def conformance(
@@ -19,7 +20,7 @@ def conformance(
     parser: Annotated[
         str | None, typer.Option(metavar="NAME", help="Parser of tool calls; unset, the template decides.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the token fidelity suite on your model's tokenizer and chat template, offline."""
     if importlib.util.find_spec("penstock_interception") is None:

@@ -2,14 +2,18 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 
-from rich.console import Console, JustifyMethod
+import orjson
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType, RenderResult
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -26,14 +30,17 @@ UNREACHABLE: Final = 3
 REFUSED: Final = 4
 """A service or the client refused the request."""
 INTERRUPTED: Final = 130
+CLOSED: Final = 141
+"""Whoever reads the output has gone."""
 TERMINATED: Final = 143
 """Ended by SIGTERM; by another signal 128 and its number."""
 
 EXIT_CODES: Final = (
-    "Exit codes: 0 done; 1 done without success (a rollout failed, a check found something, nothing matched);"
+    "Exit codes: 0 done; 1 done without success (a rollout failed, a check found something, nothing matched, two"
+    " things differ);"
     " 2 wrong usage, or a file that does not hold;"
     " 3 a service cannot be reached or started; 4 the request was refused; 130 interrupted;"
-    " 143 ended by SIGTERM."
+    " 141 nobody reads the output any more; 143 ended by SIGTERM."
     " PENSTOCK_DEBUG=1 shows the whole of an error."
 )
 
@@ -48,6 +55,8 @@ out = _console(stderr=False)
 """What was asked for."""
 err = _console(stderr=True)
 """Everything about it."""
+
+_UNUSUAL: Final = re.compile(r"[^ -~]+")
 
 T = TypeVar("T")
 
@@ -68,6 +77,10 @@ def run(work: Coroutine[Any, Any, int]) -> None:
             sys.exit(128 + caught[0])
         err.print("interrupted")
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # What is still buffered has nowhere to go, and the interpreter would complain of it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(CLOSED)
     except errors.PenstockError as error:
         if os.environ.get("PENSTOCK_DEBUG") == "1":
             raise
@@ -90,6 +103,36 @@ async def _cancelled_by_signals(work: Coroutine[Any, Any, int], caught: list[int
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
             loop.add_signal_handler(number, end, number)
     return await work
+
+
+def emit(body: object) -> None:
+    """A line of JSON on standard output, at once: what `--json` prints. docs/cli.md has each command's shape.
+
+    What a terminal might obey stands in it as an escape: it is the same JSON.
+    """
+    text = orjson.dumps(body, default=_plain, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+    sys.stdout.buffer.write(_UNUSUAL.sub(_escaped, text).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """What JSON leaves as it is and a screen might obey: controls, directions, what is invisible."""
+    return match[0] if match[0].isprintable() else "".join(map(_escape, match[0]))
+
+
+def _escape(letter: str) -> str:
+    if letter.isprintable():
+        return letter
+    units = letter.encode("utf-16-be")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value)
 
 
 def read(load: Callable[[Path], T], file: Path) -> T:
@@ -132,8 +175,23 @@ def clean(text: str) -> str:
 
 def quoted(text: str, style: str = "", *, lines: int = 12, width: int = 400) -> Text:
     """Foreign text for the console: cleaned, bounded, never read as markup."""
-    kept = clean(text).strip("\n").splitlines()
-    shown = [line if len(line) <= width else line[:width] + " ..." for line in kept[:lines]]
+    kept = text.replace("\r\n", "\n").strip("\n").split("\n", lines)  # cut first: it may be megabytes
+    shown = [clean(line[:width]) + (" ..." if len(line) > width else "") for line in kept[:lines]]
     if len(kept) > lines:
-        shown.append(f"... {len(kept) - lines} more lines")
+        shown.append(f"... {kept[lines].count(chr(10)) + 1} more lines")
     return Text("\n".join(shown), style=style)
+
+
+@dataclass(frozen=True, slots=True)
+class Indented:
+    """Something moved to the right: wrapped lines, too, and without blanks at the ends of lines."""
+
+    content: RenderableType
+    by: int = 2
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        inner = options.update(width=max(1, options.max_width - self.by))
+        for line in console.render_lines(self.content, inner, pad=False):
+            yield Segment(" " * self.by)
+            yield from line
+            yield Segment.line()

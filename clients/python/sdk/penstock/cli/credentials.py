@@ -6,11 +6,12 @@ What it makes, in one directory that only its owner may enter:
     SERVICE.pem, SERVICE.key    each service's certificate and key
     SERVICE.toml                each service's tokens, as its settings file (`PENSTOCK_CONFIG`)
     ROLE.token                  the tokens of operator, trainer and observer, for people and programs
+    scrape.token                the observer's once more, for a Prometheus in a container
     connection.json             how a client reaches the services, as a trainer
 
 Invariants: all or nothing (a directory is made beside its place and moved there); the authority's key is never written,
-so nothing else can be signed in its name; the services' files can be read by whatever user a container runs as, which
-the directory's mode keeps from everybody else on this machine; the rest is its owner's alone.
+so nothing else can be signed in its name; what containers need can be read by whatever user one runs as, which the
+directory's mode keeps from everybody else on this machine; the rest is its owner's alone.
 """
 
 import datetime
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.markup import escape
 
-from penstock.cli.console import err, out, usage_error
+from penstock.cli.console import emit, err, out, usage_error
+from penstock.cli.options import AsJson
 from penstock.client.endpoints import DEFAULT_PORTS, SERVICES, Endpoints, ServiceName, Tls, write_connection
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ ROLES: Final = ("operator", "trainer", "observer")
 """Who a token may stand for, from most to least."""
 
 _MARK: Final = "ca.pem"
+_CONNECTION: Final = "connection.json"
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 _CLOCK_SKEW: Final = datetime.timedelta(minutes=5)
 
@@ -51,6 +54,7 @@ def credentials(
     ] = None,
     days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificates hold.")] = 365,
     renew: Annotated[bool, typer.Option(help="Replace what is there; services and clients need a restart.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make certificates, tokens and a connection file for services in containers or on other machines."""
     try:
@@ -62,13 +66,18 @@ def credentials(
         usage_error(f"{directory} holds something else; give an empty directory, or one that this command made")
     if (place / _MARK).is_file() and not renew:
         err.print(f"{escape(str(directory))} is there already; --renew replaces it", soft_wrap=True)
+        if as_json:
+            emit({"directory": str(directory), "made": False, "connection": str(place / _CONNECTION)})
         return
     try:
         make(place, host or (), days)
     except OSError as error:
         usage_error(f"{directory}: {error.strerror}")
+    if as_json:
+        emit({"directory": str(directory), "made": True, "connection": str(place / _CONNECTION)})
+        return
     out.print(f"{escape(str(directory))}: certificates for {days} days, and tokens of {', '.join(ROLES)}")
-    err.print(f"clients: export PENSTOCK_CONNECTION={escape(str(place / 'connection.json'))}", soft_wrap=True)
+    err.print(f"clients: export PENSTOCK_CONNECTION={escape(str(place / _CONNECTION))}", soft_wrap=True)
 
 
 def make(place: Path, hosts: Sequence[str], days: int) -> None:
@@ -83,11 +92,12 @@ def make(place: Path, hosts: Sequence[str], days: int) -> None:
             _write(fresh / f"{service}.toml", _settings(service, tokens).encode(), 0o444)
         for role, token in tokens.items():
             _write(fresh / f"{role}.token", f"{token}\n".encode(), 0o400)
+        _write(fresh / "scrape.token", f"{tokens['observer']}\n".encode(), 0o444)
         reached = next(iter(hosts), "127.0.0.1")
         reached = f"[{reached}]" if ":" in reached else reached
         addresses: dict[ServiceName, str] = {name: f"{reached}:{port}" for name, port in DEFAULT_PORTS.items()}
         endpoints = Endpoints(**addresses, token=tokens["trainer"], tls=Tls(Path(_MARK)))
-        write_connection(fresh / "connection.json", endpoints, pid=None)
+        write_connection(fresh / _CONNECTION, endpoints, pid=None)
         if place.exists():
             former = fresh.with_name(f"{fresh.name}-former")
             place.rename(former)
@@ -110,14 +120,14 @@ def _settings(service: str, tokens: Mapping[str, str]) -> str:
 
 
 def _certificates(hosts: Sequence[str], days: int) -> dict[str, bytes]:
-    """The authority's certificate, and a certificate and key for each service, all in PEM, by file name."""
+    """The authority's certificate; one with its key for each service and the dashboard; in PEM, by file name."""
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority = _authority(authority_key, days)
     files = {_MARK: authority.public_bytes(Encoding.PEM)}
-    for service in SERVICES:
+    for service in (*SERVICES, "dashboard"):
         key = ec.generate_private_key(ec.SECP256R1())
         signed = _signed(service, (service, *_LOCAL, *hosts), key, authority, authority_key)
         files[f"{service}.pem"] = signed.public_bytes(Encoding.PEM)

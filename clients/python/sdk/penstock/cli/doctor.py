@@ -19,15 +19,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Final
 
-import orjson
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.cli.console import FAILED, OK, out
+from penstock.cli import doctor_live
+from penstock.cli.console import FAILED, OK, emit, out, run
 from penstock.cli.doctor_backends import look_at_backends
 from penstock.cli.doctor_inference import look_at_inference
 from penstock.cli.findings import Finding
+from penstock.cli.options import AsJson
 from penstock.client.endpoints import SERVICES, state_dir
 
 _TIMEOUT_S: Final = 10.0
@@ -38,13 +39,25 @@ _MIN_NODE: Final = 20
 _DISK_BYTES: Final = 3 * 1024**3
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False) -> None:
-    """Say what this machine can do and what to install for the rest."""
+def doctor(
+    as_json: AsJson = False,
+    live: Annotated[bool, typer.Option("--live", help="Look at the services that run instead of the machine.")] = False,
+    patience: Annotated[
+        float, typer.Option(min=0.0, help="With --live: seconds that something may wait before it is a trouble.")
+    ] = 60.0,
+    min_free_gb: Annotated[
+        float, typer.Option(min=0.0, help="With --live: GB that must be free where the services keep their state.")
+    ] = 1.0,
+) -> None:
+    """Say what this machine can do and what to install for the rest; with --live, what is wrong with the services."""
+    if live:
+        run(doctor_live.live(as_json, patience, int(min_free_gb * 1e9)))
+        return
     findings = [*(look() for look in CHECKS), *look_at_backends(), *look_at_inference()]
     works = all(finding.ok for finding in findings if finding.required)
     if as_json:
         report = {"local_backend": works, "findings": [asdict(finding) for finding in findings]}
-        sys.stdout.write(orjson.dumps(report, option=orjson.OPT_INDENT_2).decode() + "\n")
+        emit(report)
     else:
         table = Table(box=None, pad_edge=False, show_header=False)
         table.add_column(no_wrap=True)

@@ -1,7 +1,6 @@
 """`penstock eval`: a task set, n attempts at each task, success rates, a report; interrupted, it goes on later."""
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,20 +12,26 @@ from rich.live import Live
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from penstock.cli.asking import agent_options, answered, answerer
-from penstock.cli.console import FAILED, OK, err, out, read, run, usage_error
+from penstock.cli.asking import answered, answerer
+from penstock.cli.console import FAILED, OK, emit, err, out, read, run, usage_error
 from penstock.cli.evaltable import Board, differences, table
-from penstock.cli.up import Engine, ModelDir, Script, StateDir, model_choice
-from penstock.client import (
-    AgentChoice,
-    Budgets,
-    Limits,
-    Mode,
-    RolloutOptions,
-    Sampling,
-    SandboxChoice,
-    Task,
+from penstock.cli.options import (
+    AgentName,
+    AgentOptions,
+    AgentTimeout,
+    ApiKeyEnv,
+    AsJson,
+    Backend,
+    MaxCalls,
+    Seed,
+    SkipPermissions,
+    UpstreamChoice,
+    UpstreamModel,
+    agent_choice,
+    rollout_options,
 )
+from penstock.cli.up import Engine, ModelDir, Script, StateDir, model_choice
+from penstock.client import Mode, Sampling, Task
 from penstock.client.evaluation import (
     Attempt,
     Book,
@@ -57,13 +62,12 @@ Folder = Annotated[Path, typer.Argument(help="Results directory of an evaluation
 Threshold = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="What of the range of rewards passes; 1 = the whole reward.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON lines: attempts as they end, then the summary.")]
 
 
 @app.command("run", short_help="Run every task n times and keep every attempt; may be left out.")
 def run_(
     tasks: Annotated[Path, typer.Argument(help="Directory of tasks, task set file, or task file.")],
-    agent: Annotated[str, typer.Option(help="Which agent; `penstock agents` lists them.")],
+    agent: AgentName,
     n: Annotated[int, typer.Option("--n", "-n", min=1, max=1000, help="Attempts at each task.")] = 1,
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Rollouts at once.")] = 4,
     to: Annotated[
@@ -72,26 +76,18 @@ def run_(
     only: Annotated[
         list[str] | None, typer.Option("--task", metavar="PATTERN", help="Only such tasks; repeat.")
     ] = None,
-    upstream: Annotated[
-        str | None, typer.Option(metavar="URL|NAME", help="An OpenAI-compatible endpoint, or the operator's by name.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="The upstream's model.")] = "",
-    api_key_env: Annotated[
-        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with the key for --upstream.")
-    ] = None,
+    upstream: UpstreamChoice = None,
+    model: UpstreamModel = "",
+    api_key_env: ApiKeyEnv = None,
     black_box: Annotated[bool, typer.Option(help="Let the upstream answer directly; nothing is captured.")] = False,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the agent; repeat.")
-    ] = None,
-    skip_permissions: Annotated[bool, typer.Option(help="Skip the agent's own permission prompts (recorded).")] = False,
-    backend: Annotated[str, typer.Option(help="Sandbox backend; default: the tasks', or the operator's.")] = "",
+    option: AgentOptions = None,
+    skip_permissions: SkipPermissions = False,
+    backend: Backend = "",
     build: Annotated[bool, typer.Option(help="Build the tasks' images first.")] = False,
-    timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds that the agent may run.")] = None,
-    max_calls: Annotated[int | None, typer.Option(min=1, help="Model calls of an attempt at most.")] = None,
+    timeout: AgentTimeout = None,
+    max_calls: MaxCalls = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="Instead of what the agent asks for.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="For agents with the option `seed`; attempt i gets seed + i.")
-    ] = None,
+    seed: Seed = None,
     retries: Annotated[int, typer.Option(min=0, help="Further rollouts where the infrastructure failed.")] = 2,
     threshold: Threshold = 1.0,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML report, too.")] = None,
@@ -109,20 +105,11 @@ def run_(
     if report is not None:
         read(lambda _: check_plots(), report)
     chosen_tasks = [with_image(task) for task in _chosen(read(load_tasks, tasks).tasks, only or [])]
-    options: RolloutOptions = {"mode": Mode.BLACK_BOX if black_box else Mode.TRANSPARENT_PROXY}
-    if answers is not None:
-        options["source"] = answers
-    if backend:
-        options["sandbox"] = SandboxChoice(backend=backend)
-    if timeout is not None:
-        options["limits"] = Limits(agent=timeout)
-    if max_calls is not None:
-        options["budgets"] = Budgets(max_calls=max_calls)
+    options = rollout_options(answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed)
+    options["mode"] = Mode.BLACK_BOX if black_box else Mode.TRANSPARENT_PROXY
     if temperature is not None:
         options["sampling"] = Sampling(temperature=temperature)
-    if seed is not None:
-        options["seed"] = seed
-    chosen = AgentChoice(name=agent, options=agent_options(option or []), skip_permissions=skip_permissions)
+    chosen = agent_choice(agent, option, skip_permissions)
     answered_by = model or upstream or (model_dir.absolute().name if model_dir is not None else "the inference service")
     config: dict[str, Any] = {
         "name": tasks.absolute().name,
@@ -176,7 +163,7 @@ def show(folder: Folder, threshold: Threshold = 1.0, as_json: AsJson = False) ->
     async def work() -> int:
         attempts, summary, _ = _read(folder, threshold)
         for attempt in attempts if as_json else ():
-            _line({"attempt": orjson.loads(attempt.line())})
+            emit({"attempt": orjson.loads(attempt.line())})
         _show(summary, as_json)
         return OK if summary.complete else FAILED
 
@@ -188,6 +175,7 @@ def report(
     folder: Folder,
     to: Annotated[Path | None, typer.Option("--out", help="The file; default: report.html in the directory.")] = None,
     threshold: Threshold = 1.0,
+    as_json: AsJson = False,
 ) -> None:
     """One HTML file with tables, plots and what each attempt said."""
 
@@ -196,7 +184,10 @@ def report(
         attempts, summary, config = _read(folder, threshold)
         file = to or folder / "report.html"
         write_report(file, config, attempts, summary)
-        out.print(escape(str(file)), soft_wrap=True)
+        if as_json:
+            emit({"file": str(file)})
+        else:
+            out.print(escape(str(file)), soft_wrap=True)
         return OK
 
     run(work())
@@ -215,7 +206,7 @@ def diff(
         first, second = _read(before, threshold)[1], _read(after, threshold)[1]
         found = compare(first, second)
         if as_json:
-            _line(found.as_dict())
+            emit(found.as_dict())
         else:
             out.print(differences(found, str(before), str(after)))
         return OK
@@ -231,14 +222,9 @@ def _read(folder: Path, threshold: float) -> tuple[list[Attempt], Summary, dict[
 
 def _show(summary: Summary, as_json: bool) -> None:
     if as_json:
-        _line({"summary": summary.table()})
+        emit({"summary": summary.table()})
     else:
         out.print(table(summary))
-
-
-def _line(body: dict[str, Any]) -> None:
-    sys.stdout.buffer.write(orjson.dumps(body, option=orjson.OPT_APPEND_NEWLINE))
-    sys.stdout.buffer.flush()
 
 
 def _chosen(tasks: Sequence[Task], patterns: Sequence[str]) -> list[Task]:

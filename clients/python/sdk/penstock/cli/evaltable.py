@@ -1,13 +1,13 @@
 """What an evaluation looks like on a terminal, while it runs and when it is over."""
 
-import sys
 from collections.abc import Sequence
 
+import orjson
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.console import clean, columns, counted, err
+from penstock.cli.console import clean, columns, counted, emit, err
 from penstock.client.evaluation import Attempt, Book, Estimate, Summary, summarise
 from penstock.client.evaluation.compare import Comparison
 from penstock.client.results import PhaseChanged, RolloutEvent
@@ -91,8 +91,7 @@ class Board:
         """A line where there is no live table."""
         self._phases.pop((attempt.task_id, attempt.index), None)
         if self._as_json:
-            sys.stdout.buffer.write(b'{"attempt":' + attempt.line().rstrip() + b"}\n")
-            sys.stdout.buffer.flush()
+            emit({"attempt": orjson.Fragment(attempt.line().rstrip())})
         elif self._lines:
             said = "not graded" if attempt.reward is None else f"reward {attempt.reward:g}"
             why = f", {attempt.cause}: {attempt.reason}" if attempt.reason is not None else ""

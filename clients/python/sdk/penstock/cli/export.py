@@ -6,7 +6,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from penstock.cli.console import FAILED, OK, clean, counted, err, out, run, usage_error
+from penstock.cli import completing
+from penstock.cli.console import FAILED, OK, clean, counted, emit, err, out, run, usage_error
+from penstock.cli.options import AsJson, Labels, directory_of, label_filter
 from penstock.cli.services import services
 from penstock.cli.up import StateDir
 from penstock.client import InvalidArgument
@@ -18,23 +20,21 @@ def export(
     table: Annotated[Table, typer.Option(help="A row per model call, sample or host tool call.")] = Table.SEQUENCES,
     format_: Annotated[Format | None, typer.Option("--format", help="Default: by the file's name.")] = None,
     run_id: Annotated[str | None, typer.Option(help="Only of this run.")] = None,
-    group_id: Annotated[str | None, typer.Option(help="Only of this group.")] = None,
+    group_id: Annotated[
+        str | None, typer.Option(help="Only of this group.", autocompletion=completing.group_ids)
+    ] = None,
     task_id: Annotated[str | None, typer.Option(help="Only of this task.")] = None,
-    agent: Annotated[str | None, typer.Option(help="Only of this agent.")] = None,
-    label: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Only with this label; repeat.")] = None,
+    agent: Annotated[
+        str | None, typer.Option(help="Only of this agent.", autocompletion=completing.agent_names)
+    ] = None,
+    label: Labels = None,
     bodies: Annotated[bool, typer.Option(help="With the agents' request bodies (table turns).")] = False,
     state_dir: StateDir = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write the trajectories of ended rollouts to a file."""
-    labels = {}
-    for item in label or []:
-        name, equals, value = item.partition("=")
-        if not (name and equals):
-            usage_error(f"--label: {item!r} is not NAME=VALUE")
-        labels[name] = value
-
-    if not file.parent.is_dir():
-        usage_error(f"there is no directory {file.parent}")
+    labels = label_filter(label)
+    directory_of(file)
     if state_dir is not None and not state_dir.is_dir():
         usage_error(f"--state-dir: there is no directory {state_dir}")
     asked = {"run id": run_id, "group id": group_id, "task id": task_id, "agent": agent}
@@ -54,8 +54,13 @@ def export(
                 which = "; ".join(f"{name} {value}" for name, value in asked.items() if value)
                 nothing = f"no row of {table.value}, no file written: no ended rollout" + (which and f" with {which}")
                 err.print(escape(clean(nothing + " has one")), soft_wrap=True)
+                if as_json:
+                    emit({"file": None, "table": table.value, "rows": 0})
                 return FAILED
-        out.print(f"{counted(count, 'row')} of {table.value} in {escape(str(file))}", soft_wrap=True)
+        if as_json:
+            emit({"file": str(file), "table": table.value, "rows": count})
+        else:
+            out.print(f"{counted(count, 'row')} of {table.value} in {escape(str(file))}", soft_wrap=True)
         return OK
 
     run(work())

@@ -1,6 +1,5 @@
 """`penstock gap`: how far are the trainer's logprobs from those that the engine sampled with?"""
 
-import json
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import AsyncExitStack
 from itertools import chain
@@ -10,7 +9,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from penstock.cli.console import FAILED, OK, clean, out, run, usage_error
+from penstock.cli.console import FAILED, OK, clean, emit, out, run, usage_error
+from penstock.cli.options import AsJson
 from penstock.cli.up import StateDir
 from penstock.client import Penstock, connect
 from penstock.client.endpoints import of_state_dir
@@ -44,7 +44,7 @@ def gap(
     clip: Annotated[float, typer.Option(min=0.0, max=1.0, help="Ratios outside 1 +- this count as clipped.")] = 0.2,
     worst: Annotated[int, typer.Option(min=0, max=1000, help="How many of the worst tokens to show.")] = 5,
     report: Annotated[bool, typer.Option(help="Tell the inference service, for those that watch it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
     state_dir: StateDir = None,
 ) -> None:
     """Compare the engine's logprobs of exported trajectories with the trainer's, per policy version."""
@@ -73,7 +73,7 @@ def gap(
                 await ps.inference.report_gap(made)
         over = [one for one in made.versions if max_kl is not None and one.kl > max_kl]
         if as_json:
-            out.print(json.dumps({"holds": not over, **made.as_dict()}), soft_wrap=True, markup=False)
+            emit({"holds": not over, **made.as_dict()})
         else:
             out.print(escape(clean(made.table())), soft_wrap=True)
             for one in over:

@@ -8,18 +8,23 @@ import typer
 
 from penstock.cli import (
     agents,
+    completion,
     conformance,
     credentials,
+    dashboard,
+    diff,
     doctor,
     evals,
     export,
     gap,
     openenv,
+    replay,
     rollout,
     tasks,
     terminal,
     up,
     verify,
+    watch,
 )
 from penstock.cli.console import EXIT_CODES, out
 
@@ -29,7 +34,6 @@ app = typer.Typer(
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
-    add_completion=False,
     rich_markup_mode=None,  # its tables cut the names of options where a terminal is narrow
 )
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -42,7 +46,11 @@ def _add(command: Callable[..., None], context: dict[str, Any] | None = None) ->
 
 _add(up.up)
 _add(up.serve, _PASSED_ON)
+_add(dashboard.dashboard)
 _add(rollout.rollout)
+_add(watch.watch)
+_add(replay.replay)
+_add(diff.diff)
 _add(terminal.terminal)
 app.add_typer(agents.app, name="agents")
 app.add_typer(tasks.app, name="tasks")
@@ -54,6 +62,7 @@ _add(export.export)
 _add(verify.verify)
 _add(gap.gap)
 _add(conformance.conformance)
+_add(completion.completion)
 
 
 def _print_versions(asked: bool) -> None:

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import typer
 from rich.markup import escape
 
-from penstock.cli.console import OK, err, out, run, usage_error
+from penstock.cli.console import OK, emit, err, out, run, usage_error
+from penstock.cli.options import AsJson
 from penstock.cli.services import services
 from penstock.cli.up import Engine, ModelDir, Script, StateDir, model_choice
 
@@ -52,6 +53,7 @@ def serve(
     engine: Engine = "numpy",
     script: Script = None,
     state_dir: StateDir = None,
+    as_json: AsJson = False,
 ) -> None:
     """Serve `reset`, `step`, `state` and the tool `run_rollout` until Ctrl-C.
 
@@ -77,7 +79,10 @@ def serve(
             serving(ps, listen, defaults, max_sessions=max_sessions, idle_s=idle_timeout) as address,
         ):
             shown = address if token is None or given is not None else _with_token(address, token)
-            out.print(escape(shown), soft_wrap=True)
+            if as_json:
+                emit({"base_url": shown})
+            else:
+                out.print(escape(shown), soft_wrap=True)
             err.print("[dim]clients take this as base_url; Ctrl-C ends it with every rollout that it runs[/]")
             await stopped.wait()
             err.print("stopping")

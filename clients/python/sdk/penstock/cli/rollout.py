@@ -2,29 +2,41 @@
 
 import asyncio
 import secrets
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 import typer
 from rich.markup import escape
 
-from penstock.cli import show
-from penstock.cli.asking import agent_options, answered, answerer
-from penstock.cli.console import FAILED, OK, err, out, quoted, read, run
+from penstock.cli import outcomes, show
+from penstock.cli.asking import answered, answerer
+from penstock.cli.console import FAILED, OK, emit, err, out, quoted, read, run
+from penstock.cli.options import (
+    AgentName,
+    AgentOptions,
+    AgentTimeout,
+    ApiKeyEnv,
+    AsJson,
+    Backend,
+    MaxCalls,
+    Seed,
+    SkipPermissions,
+    UpstreamChoice,
+    UpstreamModel,
+    agent_choice,
+    rollout_options,
+)
+from penstock.cli.shapes import event_shape
 from penstock.cli.up import Engine, ModelDir, Script, StateDir, model_choice
 from penstock.client import (
     AgentChoice,
     ArtifactCollected,
-    Budgets,
     Ended,
     FailedPrecondition,
     GroupHandle,
     InterceptSession,
-    Limits,
     Mode,
     Outcome,
     Penstock,
@@ -43,26 +55,21 @@ _CANCEL_S = 30.0
 
 
 def rollout(
-    agent: Annotated[str, typer.Option(help="Which agent; `penstock agents` lists them.")],
+    agent: AgentName,
     task: Annotated[Path, typer.Option(help="Task file, YAML or JSON.")],
     mode: Annotated[
         Mode | None, typer.Option(help="Who answers; default: the proxy with --upstream, otherwise the gate.")
     ] = None,
-    upstream: Annotated[
-        str | None, typer.Option(metavar="URL|NAME", help="An OpenAI-compatible endpoint, or the operator's by name.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="The upstream's model.")] = "",
-    api_key_env: Annotated[
-        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with the key for --upstream.")
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the agent; repeat.")
-    ] = None,
-    skip_permissions: Annotated[bool, typer.Option(help="Skip the agent's own permission prompts (recorded).")] = False,
+    upstream: UpstreamChoice = None,
+    model: UpstreamModel = "",
+    api_key_env: ApiKeyEnv = None,
+    option: AgentOptions = None,
+    skip_permissions: SkipPermissions = False,
     n: Annotated[int, typer.Option("--n", "-n", min=1, max=256, help="How many rollouts of the task.")] = 1,
-    timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds that the agent may run.")] = None,
-    max_calls: Annotated[int | None, typer.Option(min=1, help="Model calls at most.")] = None,
-    seed: Annotated[int | None, typer.Option(help="For agents with the option `seed`.")] = None,
+    backend: Backend = "",
+    timeout: AgentTimeout = None,
+    max_calls: MaxCalls = None,
+    seed: Seed = None,
     run_id: Annotated[str | None, typer.Option(help="Groups rollouts of one run.")] = None,
     attempts: Annotated[
         int | None, typer.Option(min=1, max=10, help="Tries at most, where a failure is not the agent's.")
@@ -72,26 +79,19 @@ def rollout(
     script: Script = None,
     state_dir: StateDir = None,
     save: Annotated[Path, typer.Option(help="Directory for trajectories and artifacts.")] = Path("runs/rollouts"),
-    as_json: Annotated[bool, typer.Option("--json", help="Events and results as JSON lines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run an agent on a task, watch it live, and save its trajectory."""
     answers = answerer(upstream, model, api_key_env)
     choice = model_choice(model_dir, engine, script)
     given = with_image(read(Task.load, task))
-    options: RolloutOptions = {"mode": mode or (Mode.TRANSPARENT_PROXY if upstream else Mode.INTERCEPTION_GATE)}
-    if answers is not None:
-        options["source"] = answers
-    if timeout is not None:
-        options["limits"] = Limits(agent=timeout)
-    if max_calls is not None:
-        options["budgets"] = Budgets(max_calls=max_calls)
-    if seed is not None:
-        options["seed"] = seed
+    options = rollout_options(answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed)
+    options["mode"] = mode or (Mode.TRANSPARENT_PROXY if upstream else Mode.INTERCEPTION_GATE)
     if run_id is not None:
         options["run_id"] = run_id
     if attempts is not None:
         options["max_attempts"] = attempts
-    chosen = AgentChoice(name=agent, options=agent_options(option or []), skip_permissions=skip_permissions)
+    chosen = agent_choice(agent, option, skip_permissions)
 
     async def work() -> int:
         async with answered(choice, answers, state_dir=state_dir) as ps:
@@ -166,8 +166,7 @@ async def _watch(handle: RolloutHandle | GroupHandle, n: int, save: Path, as_jso
             if isinstance(payload, Ended):
                 ended[item.rollout_id] = payload.outcome
             if as_json:
-                sys.stdout.buffer.write(show.as_json(item))
-                sys.stdout.buffer.flush()
+                emit(event_shape(item))
                 continue
             shown = show.event(item)
             if shown is not None:
@@ -186,18 +185,19 @@ async def _finish(ps: Penstock, rollout_id: str, outcome: Outcome, save: Path, a
         write_jsonl([trajectory], folder / "turns.jsonl", "turns")
         write_jsonl([trajectory], folder / "sequences.jsonl", "sequences")
     if as_json:
-        result = {
-            "rollout_id": rollout_id,
-            "completed": outcome.completed,
-            "failure": None if outcome.failure is None else outcome.failure.reason,
-            "reward": None if outcome.reward is None else outcome.reward.value,
-            "saved": str(folder) if trajectory is not None else None,
-        }
-        sys.stdout.buffer.write(orjson.dumps(result, option=orjson.OPT_APPEND_NEWLINE))
+        emit(
+            {
+                "rollout_id": rollout_id,
+                "completed": outcome.completed,
+                "failure": None if outcome.failure is None else outcome.failure.reason,
+                "reward": None if outcome.reward is None else outcome.reward.value,
+                "saved": str(folder) if trajectory is not None else None,
+            }
+        )
         return
     out.print()
     out.print(f"[bold]{escape(rollout_id)}[/] ", end="")
-    out.print(show.outcome(outcome))
+    out.print(outcomes.outcome(outcome))
     if outcome.failure is not None and outcome.agent_stderr:
         out.print("[dim]the agent's standard error ends with:[/]")
         out.print(quoted(outcome.agent_stderr.decode("utf-8", errors="replace"), "red"))
@@ -205,8 +205,8 @@ async def _finish(ps: Penstock, rollout_id: str, outcome: Outcome, save: Path, a
         out.print("[dim]no trajectory: it ended before the gate was opened[/]")
         return
     if trajectory.calls:
-        out.print(show.calls(trajectory))
-    out.print(show.totals(trajectory), style="dim")
+        out.print(outcomes.calls(trajectory))
+    out.print(outcomes.totals(trajectory), style="dim")
     out.print(f"saved in {escape(str(folder))}", style="dim")
 
 

@@ -8,9 +8,9 @@ import typer
 from rich.markup import escape
 
 from penstock.cli.asking import answered, answerer
-from penstock.cli.console import FAILED, OK, clean, columns, counted, err, out, quoted, read, run, usage_error
+from penstock.cli.console import FAILED, OK, clean, columns, counted, emit, err, out, quoted, read, run, usage_error
+from penstock.cli.options import AsJson, Backend, UpstreamModel, rollout_options
 from penstock.cli.up import Engine, ModelDir, Script, StateDir, model_choice
-from penstock.client import RolloutOptions, SandboxChoice
 from penstock.client.images import build_images, image_of, with_image
 from penstock.client.importers import FORMATS, Choices, import_tasks
 from penstock.client.proving import prove
@@ -23,7 +23,7 @@ Tasks = Annotated[Path, typer.Argument(help="Directory of tasks, task set file, 
 @app.command(short_help="Whether every task of a directory holds, and what it is.")
 def check(
     tasks: Tasks,
-    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON for each task.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Read every task and say what does not hold: file, line and field. Nothing is started."""
     given = read(load_tasks, tasks)
@@ -40,7 +40,7 @@ def check(
                 "verifier_commands": commands,
                 "has_solution": task.solution is not None,
             }
-            typer.echo(orjson.dumps(body).decode())
+            emit(body)
             continue
         rows.add_row(
             escape(task.task_id),
@@ -85,6 +85,7 @@ def import_(
         Path | None, typer.Option(help="Directory of clones, for records without an image.")
     ] = None,
     build: Annotated[bool, typer.Option(help="Build the images that the tasks bring.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Turn tasks of others into task directories, graders included, and say what could not be carried over."""
     if reward not in ("binary", "fraction"):
@@ -96,6 +97,10 @@ def import_(
     )  # fmt: skip
     found = read(lambda path: import_tasks(form, path, destination, choices), source)
     for item in found:
+        if as_json:
+            folder = None if item.folder is None else str(item.folder)
+            emit({"name": item.name, "folder": folder, "problem": item.problem, "notes": item.notes})
+            continue
         if item.folder is None:
             err.print(f"[red]{escape(item.name)}[/]: {escape(clean(item.problem))}", soft_wrap=True)
         else:
@@ -115,14 +120,17 @@ def import_(
 
 
 @app.command(short_help="Build the images of tasks that bring a Dockerfile.")
-def build(tasks: Tasks) -> None:
+def build(tasks: Tasks, as_json: AsJson = False) -> None:
     """Build what is not there yet; each image is named after what it is made of."""
     given = read(load_tasks, tasks).tasks
 
     async def work() -> int:
         await build_images(given, lambda line: err.print(escape(line), style="dim"))
         for image in filter(None, map(image_of, given)):
-            out.print(escape(image), soft_wrap=True)
+            if as_json:
+                emit({"image": image})
+            else:
+                out.print(escape(image), soft_wrap=True)
         return OK
 
     run(work())
@@ -132,32 +140,34 @@ def build(tasks: Tasks) -> None:
 def prove_(
     tasks: Tasks,
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Rollouts at once.")] = 4,
-    backend: Annotated[str, typer.Option(help="Sandbox backend; default: the tasks', or the operator's.")] = "",
+    backend: Backend = "",
     build: Annotated[bool, typer.Option(help="Build the tasks' images first.")] = False,
     upstream: Annotated[
         str | None, typer.Option(metavar="URL|NAME", help="Never asked; stands for a model where there is none.")
     ] = None,
-    model: Annotated[str, typer.Option(help="The upstream's model.")] = "",
+    model: UpstreamModel = "",
     model_dir: ModelDir = None,
     engine: Engine = "numpy",
     script: Script = None,
     state_dir: StateDir = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run each task's own solution, and nothing at all, through its verifier: before any agent is judged by it."""
     given = [with_image(task) for task in read(load_tasks, tasks).tasks]
     answers = answerer(upstream, model, None)
     choice = model_choice(model_dir, engine, script)
-    options: RolloutOptions = {}
-    if answers is not None:
-        options["source"] = answers
-    if backend:
-        options["sandbox"] = SandboxChoice(backend=backend)
+    options = rollout_options(answers, backend=backend)
 
     async def work() -> int:
         if build:
             await build_images(given, lambda line: err.print(escape(line), style="dim"))
         async with answered(choice, answers, state_dir=state_dir) as ps:
             proofs = await prove(ps, given, concurrency=concurrency, options=options)
+        holds = all(proof.holds for proof in proofs)
+        if as_json:
+            for proof in proofs:
+                emit(proof)
+            return OK if holds else FAILED
         rows = columns("task", "solution", "nothing", "verdict")
         for proof in proofs:
             verdict = "[green]holds[/]" if proof.holds else "[red]does not hold[/]"
@@ -167,7 +177,7 @@ def prove_(
             for text in proof.problems:
                 out.print(f"[bold]{escape(proof.task_id)}[/]")
                 out.print(quoted(text, "red", lines=30))
-        return OK if all(proof.holds for proof in proofs) else FAILED
+        return OK if holds else FAILED
 
     run(work())
 

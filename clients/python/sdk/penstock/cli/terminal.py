@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from penstock.cli.console import FAILED, OK, clean, counted, err, out, quoted, read, run
+from penstock.cli.console import FAILED, OK, clean, counted, emit, err, out, quoted, read, run
+from penstock.cli.options import AsJson
 from penstock.cli.services import services
 from penstock.cli.up import StateDir
 from penstock.client import Observation, Penstock, SandboxChoice, Task, Terminal, TerminalHandle
@@ -27,6 +28,7 @@ def terminal(
     image: Annotated[str, typer.Option(help="Of the sandbox; default: the backend's.")] = "",
     timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds for each command; default: 120.")] = None,
     state_dir: StateDir = None,
+    as_json: AsJson = False,
 ) -> None:
     """Type a task's commands yourself, and have the result graded.
 
@@ -37,19 +39,21 @@ def terminal(
 
     async def work() -> int:
         async with services(state_dir=state_dir) as ps:
-            return await _episode(ps, wanted, SandboxChoice(backend=backend, image=image), answer, timeout)
+            return await _episode(ps, wanted, SandboxChoice(backend=backend, image=image), answer, timeout, as_json)
 
     run(work())
 
 
-async def _episode(ps: Penstock, task: Task, sandbox: SandboxChoice, answer: str, timeout: float | None) -> int:
+async def _episode(
+    ps: Penstock, task: Task, sandbox: SandboxChoice, answer: str, timeout: float | None, as_json: bool
+) -> int:
     with err.status("preparing the sandbox"):
         handle = await ps.terminals.open(task, sandbox=sandbox, command_timeout=timeout)
     async with handle:
         err.print(escape(clean(task.instruction)), soft_wrap=True)
         err.print(f"[dim]{handle.terminal_id}: {_HELP}[/]", soft_wrap=True)
-        end = await _typed(handle) or await handle.answer(answer)
-        return _verdict(end, await handle.refresh(), graded=task.verifier is not None)
+        end = await _typed(handle, as_json) or await handle.answer(answer)
+        return _verdict(end, await handle.refresh(), graded=task.verifier is not None, as_json=as_json)
 
 
 class _Input:
@@ -92,7 +96,7 @@ def _tell(wanted: asyncio.Future[str], line: str | Exception) -> None:
         wanted.set_exception(line)
 
 
-async def _typed(handle: TerminalHandle) -> Observation | None:
+async def _typed(handle: TerminalHandle, as_json: bool) -> Observation | None:
     """Runs what comes on standard input; the episode's end, should it come first."""
     source = _Input()
     while True:
@@ -104,12 +108,25 @@ async def _typed(handle: TerminalHandle) -> Observation | None:
         if not line.strip():
             continue
         seen = await handle.run(line.rstrip("\n"))
-        out.print(escape(clean(seen.text())), soft_wrap=True)
+        if as_json:
+            emit({"step_id": seen.step_id, "result": seen.result, "text": seen.text(), "ended": seen.ended})
+        else:
+            out.print(escape(clean(seen.text())), soft_wrap=True)
         if seen.ended:
             return seen
 
 
-def _verdict(end: Observation, told: Terminal, *, graded: bool) -> int:
+def _verdict(end: Observation, told: Terminal, *, graded: bool, as_json: bool) -> int:
+    if as_json:
+        emit(
+            {
+                "terminal_id": told.terminal_id,
+                "reward": end.reward,
+                "failure": end.failure,
+                "steps": told.step_count,
+                "verifier": told.verifier,
+            }
+        )
     for command in told.verifier:
         style = "green" if command.exit.ok else "red"
         err.print(f"[{style}]{escape(str(command.exit))}[/] ", quoted(command.command, "dim", lines=1), sep="")
@@ -119,5 +136,6 @@ def _verdict(end: Observation, told: Terminal, *, graded: bool) -> int:
         )
         return FAILED
     reward = "not graded" if end.reward is None else f"reward {end.reward.value:g}"
-    out.print(f"{reward} after {counted(told.step_count - 1, 'command')}", soft_wrap=True)
+    if not as_json:
+        out.print(f"{reward} after {counted(told.step_count - 1, 'command')}", soft_wrap=True)
     return FAILED if graded and end.reward is None else OK

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +16,11 @@ import typer
 import yaml
 from rich.markup import escape
 
-from penstock.cli.console import OK, columns, err, out, run, usage_error
+from penstock.cli.console import OK, columns, emit, err, out, run, usage_error
+from penstock.cli.dashboard import beside
 from penstock.cli.services import ModelChoice
-from penstock.client.endpoints import CONNECTION_FILE, SERVICES, write_connection
-from penstock.client.stack import FIXED_PORTS, StackFailed, UpstreamEndpoint
+from penstock.client.endpoints import CONNECTION_FILE, DEFAULT_DASHBOARD_PORT, SERVICES, write_connection
+from penstock.client.stack import FIXED_PORTS, LocalStack, StackFailed, UpstreamEndpoint
 
 ModelDir = Annotated[Path | None, typer.Option(help="Directory with config.json, model.safetensors, tokenizer.json.")]
 Engine = Annotated[str, typer.Option(help="Engine of the inference service: numpy, vllm, openai, scripted, ...")]
@@ -101,7 +103,12 @@ def up(
         ),
     ] = None,
     state_dir: StateDir = None,
-    free_ports: Annotated[bool, typer.Option(help="Take free ports instead of 7701 to 7704 and 7780.")] = False,
+    free_ports: Annotated[bool, typer.Option(help="Take free ports instead of 7701 to 7704, 7780 and 7790.")] = False,
+    dashboard: Annotated[bool, typer.Option(help="Serve the dashboard, a page for the browser.")] = True,
+    dashboard_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the dashboard; 0 takes a free one.")
+    ] = DEFAULT_DASHBOARD_PORT,
+    as_json: Annotated[bool, typer.Option("--json", help="Say on a line of JSON where everything is.")] = False,
 ) -> None:
     """Start all services on this machine and keep them running until Ctrl-C."""
     keys = dict(_pair(item, "--api-key-env") for item in api_key_env or [])
@@ -120,10 +127,14 @@ def up(
         engine_key=api_key(engine_key_env, "--engine-key-env"),
         settings=_settings(settings or []),
     )
-    run(_up(choice, state_dir, free_ports))
+    shown = None if not dashboard else 0 if free_ports and dashboard_port == DEFAULT_DASHBOARD_PORT else dashboard_port
+    run(_up(choice, state_dir, free_ports, shown, as_json))
 
 
-async def _up(choice: ModelChoice, state_dir: Path | None, free_ports: bool) -> int:
+async def _up(
+    choice: ModelChoice, state_dir: Path | None, free_ports: bool, dashboard_port: int | None, as_json: bool
+) -> int:
+    """Runs until it is stopped; without a `dashboard_port` there is no dashboard."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     stopped = False
@@ -149,18 +160,13 @@ async def _up(choice: ModelChoice, state_dir: Path | None, free_ports: bool) -> 
                 raise
         try:
             write_connection(connection, stack.endpoints, pid=os.getpid())
-            table = columns("service", "address")
-            for name in SERVICES:
-                address = stack.endpoints.address(name)
-                table.add_row(name, address or "[dim]none: no --model-dir[/]")
-            table.add_row("ingress", f"http://{stack.ingress_address}")
-            out.print(table)
-            err.print(
-                f"[dim]logs in {escape(str(stack.log_dir))}; clients find the rest in {escape(str(connection))}[/]",
-                soft_wrap=True,
-            )
-            err.print("try: penstock agents, or penstock rollout --agent shell --task FILE in another terminal")
-            await stack.wait()
+            async with AsyncExitStack() as beside_it:
+                link = ""
+                if dashboard_port is not None:
+                    dashboard = beside(stack.endpoints, stack.trainer_token, dashboard_port)
+                    link = await beside_it.enter_async_context(dashboard)
+                _say_where(stack, connection, link, as_json)
+                await stack.wait()
         except BaseException as error:
             connection.unlink(missing_ok=True)
             with err.status("stopping"):
@@ -170,6 +176,29 @@ async def _up(choice: ModelChoice, state_dir: Path | None, free_ports: bool) -> 
         if not stopped:
             raise
     return OK
+
+
+def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool) -> None:
+    """Where everything is; `link` opens the dashboard, when there is one."""
+    if as_json:
+        where = {name: stack.endpoints.address(name) or None for name in SERVICES}
+        places = {"ingress": f"http://{stack.ingress_address}", "dashboard": link or None, "logs": str(stack.log_dir)}
+        emit({"services": where, **places, "connection": str(connection)})
+    else:
+        table = columns("service", "address")
+        for name in SERVICES:
+            address = stack.endpoints.address(name)
+            table.add_row(name, address or "[dim]none: no --model-dir[/]")
+        table.add_row("ingress", f"http://{stack.ingress_address}")
+        out.print(table)
+        if link:  # in no cell: a terminal takes a link that goes on in the next line for two
+            beside = max(map(len, SERVICES)) + 2
+            out.print(f"{'dashboard':<{beside}}{escape(link)}", soft_wrap=True)
+    err.print(
+        f"[dim]logs in {escape(str(stack.log_dir))}; clients find the rest in {escape(str(connection))}[/]",
+        soft_wrap=True,
+    )
+    err.print("try: penstock agents, or penstock rollout --agent shell --task FILE in another terminal")
 
 
 def serve(

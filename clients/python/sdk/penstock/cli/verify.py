@@ -1,6 +1,5 @@
 """`penstock verify`: does an export hold what the gate recorded?"""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from penstock.cli.console import FAILED, OK, clean, counted, out, run
+from penstock.cli.console import FAILED, OK, clean, counted, emit, out, run
+from penstock.cli.options import AsJson
 from penstock.client.export import read_rows
 from penstock.client.proof import verify as check
 
@@ -23,7 +23,7 @@ def verify(
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="The table of samples too: each trained token is compared."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compute the hash chains of exported trajectories again, offline."""
 
@@ -31,7 +31,7 @@ def verify(
         proof = check(read_rows(file), read_rows(sequences) if sequences is not None else ())
         holds = not proof.problems and proof.calls > 0
         if as_json:
-            out.print(json.dumps({"holds": holds, **asdict(proof)}), soft_wrap=True, markup=False)
+            emit({"holds": holds, **asdict(proof)})
             return OK if holds else FAILED
         for problem in proof.problems[:_SHOWN]:
             call = f", call {problem.call_id}" if problem.call_id else ""

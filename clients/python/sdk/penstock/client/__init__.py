@@ -63,6 +63,7 @@ from penstock.client.errors import (
 from penstock.client.handles import GroupHandle, RolloutHandle
 from penstock.client.host_tools import HostTool, HostToolCall, ToolFailed
 from penstock.client.inference import Prompt
+from penstock.client.operations import LeftSandbox, ServiceStatus, Trouble
 from penstock.client.results import (
     AgentEvent,
     AgentExited,
@@ -182,6 +183,7 @@ __all__ = [
     "Internal",
     "InvalidArgument",
     "InvalidCompletion",
+    "LeftSandbox",
     "Limits",
     "LogprobGap",
     "LogprobsMode",
@@ -229,6 +231,7 @@ __all__ = [
     "SandboxSpec",
     "SeedFile",
     "Selector",
+    "ServiceStatus",
     "SessionLost",
     "Snapshot",
     "StalePolicy",
@@ -251,6 +254,7 @@ __all__ = [
     "ToolFailed",
     "ToolResult",
     "Trajectory",
+    "Trouble",
     "TurnSpan",
     "Unauthenticated",
     "Unavailable",

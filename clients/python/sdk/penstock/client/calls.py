@@ -6,8 +6,9 @@ from datetime import datetime
 from functools import cached_property
 from typing import Any
 
-from penstock.client import chat, wire
+from penstock.client import chat, tracing, wire
 from penstock.client.errors import AlreadyDelivered, wrong_type
+from penstock.client.tracing import CallSpan
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.trajectory.v1 import trajectory_pb2
 
@@ -25,6 +26,7 @@ class ModelCall:
         self._message = message
         self._answer = answer
         self._ended = asyncio.Event()
+        self._span: CallSpan | None = None
         self.end_reason = ""
         """Why the call needs no answer any more: CANCELLED, ROLLOUT_CLOSED, ...; empty while it does."""
 
@@ -172,6 +174,11 @@ class ModelCall:
         return self._message.view_truncated
 
     @property
+    def trace_parent(self) -> str:
+        """W3C trace context for what is done to answer the call; empty where it is not traced."""
+        return self._message.trace_parent if self._span is None else self._span.parent
+
+    @property
     def receive_time(self) -> datetime | None:
         """When the agent asked."""
         return wire.time(self._message, "receive_time")
@@ -230,6 +237,14 @@ class ModelCall:
         if not self._ended.is_set():
             self.end_reason = reason
             self._ended.set()
+            if self._span is not None:
+                self._span.end(reason)
+
+    def taken(self) -> None:
+        """For the session: somebody works on it now."""
+        if self._message.trace_parent and self._span is None:
+            self._span = CallSpan(self._message.trace_parent, self.call_id, self.rollout_id, self.group_id)
+        tracing.taken(self)
 
     def _result(self, **result: Any) -> pb.CallResult:
         if self.end_reason == "ANSWERED":

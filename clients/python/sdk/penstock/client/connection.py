@@ -11,6 +11,7 @@ from penstock.client.driver import Driver
 from penstock.client.endpoints import SERVICES, Endpoints, Target, Tls, resolve
 from penstock.client.errors import ConfigurationError
 from penstock.client.inference import InferenceClient
+from penstock.client.operations import OperationsClient
 from penstock.client.rollouts import GroupsClient, RolloutsClient
 from penstock.client.rpc import Service
 from penstock.client.sandboxes import SandboxesClient
@@ -32,6 +33,9 @@ class Penstock:
     terminals: TerminalsClient
     """Episodes in which the policy itself types the commands."""
 
+    operations: OperationsClient
+    """How the services fare."""
+
     def __init__(self, endpoints: Endpoints) -> None:
         self.endpoints = endpoints
         self._stack = AsyncExitStack()
@@ -48,6 +52,7 @@ class Penstock:
         if "inference" in self._services:
             self._inference = InferenceClient(self._services["inference"])
         self.sandboxes = SandboxesClient(self._services["sandbox"], self.endpoints)
+        self.operations = OperationsClient(self._services)
         self.agents = AgentsClient(self._services["driver"])
         self.terminals = TerminalsClient(self._services["driver"])
         driver = Driver(self._services["driver"], self._intercept)

@@ -35,6 +35,9 @@ DEFAULT_PORTS: Final[Mapping[ServiceName, int]] = {
 DEFAULT_INGRESS_PORT: Final = 7780
 """Port of the interception service's HTTP ingress when nothing else is said."""
 
+DEFAULT_DASHBOARD_PORT: Final = 7790
+"""Port of the dashboard when nothing else is said."""
+
 
 CONNECTION_FILE: Final = "connection.json"
 """Name of the connection file in a state directory."""
@@ -67,7 +70,7 @@ class Endpoints:
             _check_token(self.token)
         for service in SERVICES:
             address = self.address(service)
-            if address and self.token is not None and self.tls is None and not _is_local(address):
+            if address and self.token is not None and self.tls is None and not is_local(address):
                 raise ConfigurationError(
                     f"A token is not sent in clear to {address}: give tls=, or an address on this machine.",
                     reason="TOKEN_IN_CLEAR",
@@ -220,7 +223,8 @@ def _is_address(address: str) -> bool:
     return bool(host and colon and "/" not in host and port.isascii() and port.isdigit() and 0 < int(port) < 65536)
 
 
-def _is_local(address: str) -> bool:
+def is_local(address: str) -> bool:
+    """Whether what is sent to an address stays on this machine; a name other than localhost may be anybody's."""
     if address.startswith("unix:"):
         return True
     host = address.rpartition(":")[0].strip("[]")

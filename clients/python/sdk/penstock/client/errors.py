@@ -5,6 +5,7 @@ program may compare (the services' `ErrorInfo.reason`); the text is for people a
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Final
@@ -220,12 +221,13 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PenstockError:
     retry_after: float | None = None
     for detail in _status(error).details:
         info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Is(info.DESCRIPTOR) and detail.Unpack(info):
-            reason, metadata = info.reason, dict(info.metadata)
-        elif detail.Is(bad.DESCRIPTOR) and detail.Unpack(bad):
-            violations = tuple(Violation(item.field, item.description) for item in bad.field_violations)
-        elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
-            retry_after = max(0.0, retry.retry_delay.ToNanoseconds() / 1e9)
+        with suppress(DecodeError):  # what it says without this detail is still worth hearing
+            if detail.Is(info.DESCRIPTOR) and detail.Unpack(info):
+                reason, metadata = info.reason, dict(info.metadata)
+            elif detail.Is(bad.DESCRIPTOR) and detail.Unpack(bad):
+                violations = tuple(Violation(item.field, item.description) for item in bad.field_violations)
+            elif detail.Is(retry.DESCRIPTOR) and detail.Unpack(retry):
+                retry_after = max(0.0, retry.retry_delay.ToNanoseconds() / 1e9)
     if reason == "TRANSPORT_UNAVAILABLE":
         message = f"Cannot reach {peer}. Is it running? `penstock up` starts all services. ({message})"
     elif reason == "TRANSPORT_UNIMPLEMENTED":

@@ -4,7 +4,7 @@ Exact for byte-level vocabularies and those with metaspaces, which language mode
 notation is shown.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import orjson
@@ -36,15 +36,22 @@ class Pieces:
 
     def text(self, token_id: int) -> str:
         """A token's own text; half a character is shown as U+FFFD, an unknown id as nothing."""
+        return self._bytes(token_id).decode("utf-8", "replace")
+
+    def whole(self, token_ids: Iterable[int]) -> str:
+        """The text of tokens together: a character may be made of several."""
+        return b"".join(self._bytes(int(token_id)) for token_id in token_ids).decode("utf-8", "replace")
+
+    def _bytes(self, token_id: int) -> bytes:
         added = self._added.get(token_id)
         if added is not None:
-            return added
+            return added.encode("utf-8", "replace")
         piece = self._pieces.get(token_id, "")
         if not self._byte_level:
-            return piece.replace(_METASPACE, " ")
+            return piece.replace(_METASPACE, " ").encode("utf-8", "replace")
         if any(letter not in _BYTES for letter in piece):
-            return piece
-        return bytes(_BYTES[letter] for letter in piece).decode("utf-8", "replace")
+            return piece.encode("utf-8", "replace")
+        return bytes(_BYTES[letter] for letter in piece)
 
 
 def _steps(decoder: Any) -> list[str]:

@@ -180,6 +180,51 @@ class Group:
     end_time: datetime | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSummary:
+    """A rollout in a line, as `ps.rollouts.watch` gives it: where it stands, and sums over its model calls so far.
+
+    The sums are of all attempts, and may lack what the agent's last moment brought; the trajectory has all.
+    `min_version` and `max_version` are of the weights that answered; None = nothing was told of them.
+    """
+
+    rollout_id: str
+    group_id: str | None
+    index: int
+    run_id: str | None
+    task_id: str
+    agent: str
+    labels: Mapping[str, str]
+    phase: Phase
+    create_time: datetime | None
+    end_time: datetime | None
+    failure: Failure | None
+    reward: Reward | None
+    calls: int
+    prompt_tokens: int
+    completion_tokens: int
+    min_version: int | None
+    max_version: int | None
+    attempts: int
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over."""
+        return self.phase is Phase.ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutChanges:
+    """What changed among the rollouts that are watched: as they stand now, and ids of those that are gone.
+
+    `complete`: all that were there at the beginning have been told.
+    """
+
+    rollouts: tuple[RolloutSummary, ...] = ()
+    gone: tuple[str, ...] = ()
+    complete: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class PhaseChanged:
     """The rollout entered a phase; `previous_duration` is what the one before took, in seconds, None for the first."""

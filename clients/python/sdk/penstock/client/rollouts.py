@@ -200,6 +200,45 @@ class RolloutsClient:
                 return
             request.page_token = answer.next_page_token
 
+    async def watch(
+        self,
+        *,
+        run_id: str | None = None,
+        group_id: str | None = None,
+        labels: Mapping[str, str] | None = None,
+        ended: bool | None = None,
+        task_id: str | None = None,
+        agent: str | None = None,
+        ended_limit: int | None = None,
+        interval: float | None = None,
+    ) -> AsyncGenerator[results.RolloutChanges, None]:
+        """How the rollouts that match stand, a line each: first those that are there, then those that change. Endless.
+
+        A message without anything comes where nothing changes. What breaks is not taken up again: watching anew begins
+        with everything that was missed.
+
+        Args:
+            run_id, group_id, labels, ended, task_id, agent: as in `list`.
+            ended_limit: how many that ended before are told, the newest; 0 to 10,000, None = 1,000.
+            interval: seconds between two messages with changes at least; 0.1 to 60, None = 0.25.
+
+        Raises:
+            Unavailable: the driver went away.
+            Unsupported: an older driver, which cannot tell of all at once.
+        """
+        request = pb.WatchRolloutsRequest(
+            filter=_filter(run_id, group_id, labels, ended, task_id, agent),
+            ended_limit=ended_limit,
+            interval=wire.duration(interval),
+        )
+        async with aclosing(self._driver.service.stream(self._driver.stub.WatchRollouts, request)) as messages:
+            async for message in messages:
+                yield results.RolloutChanges(
+                    rollouts=tuple(wire_results.summary(item) for item in message.rollouts),
+                    gone=tuple(message.gone_rollout_ids),
+                    complete=message.snapshot_complete,
+                )
+
     async def trajectory(self, rollout_id: str, *, samples_only: bool = False, bodies: bool = False) -> Trajectory:
         """See `RolloutHandle.trajectory`."""
         return await self._driver.trajectory(rollout_id, samples_only=samples_only, bodies=bodies)

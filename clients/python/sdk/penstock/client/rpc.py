@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import grpc
 
+from penstock.client import tracing
 from penstock.client.endpoints import Endpoints, ServiceName, Tls
 from penstock.client.errors import ConfigurationError, PenstockError, Unavailable, from_rpc_error
 
@@ -78,6 +79,10 @@ class Service:
         self.metadata: Sequence[tuple[str, str]] = (
             () if endpoints.token is None else (("authorization", f"Bearer {endpoints.token}"),)
         )
+        """Of every request; what one is part of comes with it."""
+
+    def _metadata(self) -> Sequence[tuple[str, str]]:
+        return (*self.metadata, *tracing.metadata())
 
     async def close(self) -> None:
         """Closes the channel; calls that are open end."""
@@ -101,7 +106,7 @@ class Service:
         until = loop.time() + _PATIENCE_S
         for attempt in range(_ATTEMPTS if repeatable else 1):
             try:
-                answer: A = await method(request, timeout=timeout, metadata=self.metadata)
+                answer: A = await method(request, timeout=timeout, metadata=self._metadata())
                 return answer
             except grpc.aio.AioRpcError as failure:
                 error = from_rpc_error(failure, self.peer)
@@ -121,7 +126,7 @@ class Service:
         Raises:
             PenstockError: what the stream ended with.
         """
-        call: Any = method(request, timeout=timeout, metadata=self.metadata)
+        call: Any = method(request, timeout=timeout, metadata=self._metadata())
         try:
             async for message in call:
                 yield message
@@ -136,7 +141,7 @@ class Service:
         Raises:
             PenstockError: what the service answered with.
         """
-        call: Any = method(iter((request,)), timeout=timeout, metadata=self.metadata)
+        call: Any = method(iter((request,)), timeout=timeout, metadata=self._metadata())
         try:
             async for message in call:
                 answer: A = message
@@ -188,7 +193,7 @@ class Service:
             attempts -= 1
             source = _Source(frames())
             try:
-                answer: A = await method(source.frames(), timeout=timeout, metadata=self.metadata)
+                answer: A = await method(source.frames(), timeout=timeout, metadata=self._metadata())
                 return answer
             except grpc.aio.AioRpcError as failure:
                 if source.failure is not None:

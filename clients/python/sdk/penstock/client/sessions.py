@@ -1,7 +1,8 @@
 """A trainer's session at the gate: calls in, results out, over one stream that is taken up again when it breaks.
 
-What is held and what is under way is in `leases.py`. Frames carry what is ready and never wait to fill. Something is
-sent at least every half heartbeat interval; a gate that is silent for three is taken for gone.
+What is held and what is under way is in `leases.py`, what is asked of the flow of calls in `pauses.py`. Frames carry
+what is ready and never wait to fill. Something is sent at least every half heartbeat interval; a gate that is silent
+for three is taken for gone.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Any, Final, Self
 
 import grpc
 
+from penstock.client import tracing
 from penstock.client.calls import ModelCall
 from penstock.client.errors import (
     Aborted,
@@ -28,8 +30,9 @@ from penstock.client.errors import (
 )
 from penstock.client.host_tools import HostTool, Serving
 from penstock.client.leases import Leases
+from penstock.client.pauses import Pauses
 from penstock.client.rpc import Backoff, Service
-from penstock.client.wire import duration, seconds
+from penstock.client.wire import seconds
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 
@@ -85,9 +88,7 @@ class InterceptSession:
         self._wake = asyncio.Event()
         self._leases = Leases(self._wake)
         self._tools = Serving(self._wake)
-        self._pause: tuple[str, float | None] | None = None
-        self._pausing: asyncio.Future[int] | None = None
-        self._resuming: asyncio.Future[None] | None = None
+        self._pauses = Pauses(self._send)
         self._go_away: PenstockError | None = None
         self._closing = False
         self._last_received = 0.0
@@ -131,8 +132,12 @@ class InterceptSession:
         Raises:
             PenstockError: the session broke for good.
         """
-        while (call := await self._leases.next_call()) is not None:
-            yield call
+        try:
+            while (call := await self._leases.next_call()) is not None:
+                call.taken()
+                yield call
+        finally:
+            tracing.taken(None)
         if self._failure is not None and not self._closing:
             raise self._failure
 
@@ -146,9 +151,11 @@ class InterceptSession:
         self._send(pb.InterceptRequest(policy=pb.PolicyAnnounced(policy_version=policy_version)))
 
     def set_credits(self, calls: int, credit_bytes: int | None = None) -> None:
-        """Replaces the window: at most so many calls (0 = none for now) and bytes leased and not answered."""
+        """Replaces the window: at most so many calls (0 = none for now) and bytes (None = as before) leased at once."""
         if calls < 0:
             raise InvalidArgument("Credits are not negative", reason="CREDITS")
+        if credit_bytes is None and self._credits.HasField("bytes"):
+            credit_bytes = self._credits.bytes
         self._credits = pb.Credits(calls=calls, bytes=credit_bytes)
         self._send(pb.InterceptRequest(credits=self._credits))
 
@@ -188,30 +195,18 @@ class InterceptSession:
             Calls that are leased or dispatched now; answers to them are still taken.
         """
         self._raise_if_over()
-        self._pause = (reason, max_duration)
-        if self._pausing is None:
-            self._pausing = asyncio.get_running_loop().create_future()
-            self._send(self._pause_frame())
-        return await asyncio.shield(self._pausing)
+        return await self._pauses.pause(reason, max_duration)
 
     async def resume(self) -> None:
         """Lets calls flow again."""
         self._raise_if_over()
-        self._pause = None
-        if self._resuming is None:
-            self._resuming = asyncio.get_running_loop().create_future()
-            self._send(pb.InterceptRequest(resume=pb.ResumeCalls()))
-        await asyncio.shield(self._resuming)
+        await self._pauses.resume()
 
     # The stream.
 
     def _send(self, frame: pb.InterceptRequest) -> None:
         self._outbox.append(frame)
         self._wake.set()
-
-    def _pause_frame(self) -> pb.InterceptRequest:
-        reason, max_duration = self._pause or ("", None)
-        return pb.InterceptRequest(pause=pb.PauseCalls(reason=reason, max_duration=duration(max_duration)))
 
     async def _run(self) -> None:
         """Connects, converses, and connects again until the session is closed or cannot be saved."""
@@ -302,10 +297,7 @@ class InterceptSession:
             self._outbox.append(pb.InterceptRequest(credits=self._credits))
         self._leases.taken_up(set(welcome.held_call_ids) if welcome.resumed else None)
         self._tools.taken_up(resumed=welcome.resumed)
-        if self._pause is not None and (self._pausing is not None or not welcome.resumed):
-            self._outbox.append(self._pause_frame())
-        elif self._resuming is not None:
-            self._outbox.append(pb.InterceptRequest(resume=pb.ResumeCalls()))
+        self._outbox.extend(self._pauses.taken_up(resumed=welcome.resumed))
         self._wake.set()
         if self._connected is not None and not self._connected.done():
             self._connected.set_result(None)
@@ -376,14 +368,9 @@ class InterceptSession:
             case "rollouts_closed":
                 self._leases.closed(frozenset(frame.rollouts_closed.rollout_ids))
             case "paused":
-                if self._pausing is not None:
-                    self._pausing.set_result(frame.paused.open_calls)
-                    self._pausing = None
+                self._pauses.paused(frame.paused.open_calls)
             case "resumed":
-                self._pause = None
-                if self._resuming is not None:
-                    self._resuming.set_result(None)
-                    self._resuming = None
+                self._pauses.resumed()
             case "tool_calls":
                 for call in frame.tool_calls.calls:
                     self._tools.called(call)
@@ -406,9 +393,9 @@ class InterceptSession:
         if self._failure is not None:
             return
         self._failure = error
-        for future in (self._connected, self._pausing, self._resuming):
-            if future is not None and not future.done():
-                future.set_exception(error)
+        if self._connected is not None and not self._connected.done():
+            self._connected.set_exception(error)
+        self._pauses.end(error)
         self._leases.end(error)
         self._tools.end()
 

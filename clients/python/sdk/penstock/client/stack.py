@@ -125,6 +125,8 @@ class LocalStack:
         """What a trainer in another process or language should be given."""
         self.ingress_address = ""
         """`host:port` of the agents' HTTP ingress, once it is ready."""
+        self.metrics_addresses: dict[ServiceName, str] = {}
+        """`host:port` where each service that has `metrics_port` set tells its metrics (`/metrics`, with a token)."""
         self._addresses: dict[ServiceName, str] = {}
         self._processes: list[_Process] = []
         self._private: Path | None = None
@@ -196,8 +198,9 @@ class LocalStack:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigurationError(
-                f"{self.state_dir} is in use by services{_holder(self._lock)}. If that is a `penstock up` which is"
-                " still starting, wait until it has shown its addresses: then all commands find its services. To have"
+                f"{self.state_dir} is in use by services{_holder(self._lock)}. If that is a `penstock up`, its services"
+                " answer every command that does not bring a model of its own: leave out --model-dir (and wait until"
+                " it has shown its addresses, if it is still starting). To have"
                 " services of your own beside them, choose another directory: --state-dir DIR on the command line,"
                 " LocalStack(state_dir=DIR) in Python.",
                 reason="STATE_DIR_IN_USE",
@@ -244,6 +247,8 @@ class LocalStack:
                 f"The {name} service was not ready in {self._start_timeout:.0f} s.{_tail(item)}", reason="SERVICE_SLOW"
             ) from None
         self._addresses[name] = ready["address"]
+        if metrics := ready["endpoints"].get("metrics"):
+            self.metrics_addresses[name] = metrics
         if name == "interception":
             self.ingress_address = ready["endpoints"]["ingress"]
 

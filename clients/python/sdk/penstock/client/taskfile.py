@@ -214,6 +214,8 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
         labels=file.labels,
         solution=solution,
         build=build,
+        keep_diff=file.keep_diff,
+        keep_files=file.keep_files,
     )
 
 

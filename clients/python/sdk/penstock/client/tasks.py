@@ -102,7 +102,8 @@ class Task:
     `files` and `setup` are done once for all rollouts of the task; `metadata` (JSON values) is carried through to the
     trajectory. `sandbox`, `limits`, `budgets` and `labels` are what its rollouts need; what a rollout is told itself
     comes before them, field by field. `build` is the directory of the Dockerfile that makes its image. `Task.load`
-    reads a file.
+    reads a file. `keep_diff` keeps what the agent changed in its working directory as an artifact `changes.diff`,
+    `keep_files` the small files that lie there at the end (64 KiB each, one directory deep, 32) as `files/PATH`.
     """
 
     task_id: str
@@ -118,6 +119,8 @@ class Task:
     labels: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     solution: Solution | None = None
     build: Path | None = None
+    keep_diff: bool = False
+    keep_files: bool = False
 
     @staticmethod
     def load(path: str | Path) -> "Task":

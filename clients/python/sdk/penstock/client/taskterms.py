@@ -158,6 +158,12 @@ class Terms(Strict):
         default_factory=dict, description="Environment of setup and agent, not of the verifier."
     )
     metadata: dict[str, Any] = Field(default_factory=dict, description="Anything; it comes out with the trajectory.")
+    keep_diff: bool = Field(
+        False, description="Keep what the agent changed in its working directory, as the artifact changes.diff."
+    )
+    keep_files: bool = Field(
+        False, description="Keep the small files that lie in the working directory at the end, as artifacts files/PATH."
+    )
 
     @model_validator(mode="after")
     def _one_image(self) -> Self:

@@ -162,7 +162,7 @@ class TerminusSessionFactory:
         options = dict(self._limits)
         sandbox = self._sandbox
         if isinstance(task, Mapping):
-            sandbox, options["wall_time"] = _sandbox_of(task, sandbox, options["wall_time"])
+            sandbox, options["wall_time"] = sandbox_of(task, sandbox, options["wall_time"])
         client = self._enter()
         try:
             labels = {"episode_id": episode_id} if episode_id else {}
@@ -241,7 +241,7 @@ class TerminusSession:
         What the policy did wrong (another tool, both arguments or none, a text that is no command, a command beyond
         the most, a call after the end) is an `error` for it to read, and changes nothing.
         """
-        problem = _problem(name, arguments)
+        problem = call_problem(name, arguments)
         if problem:
             return self._told(name, arguments, problem, error=problem)
         with self._lock:
@@ -392,9 +392,10 @@ def _commands(given: Any) -> list[Command]:
     return [item if isinstance(item, Command) else Command(shell=item) for item in items]
 
 
-def _sandbox_of(
+def sandbox_of(
     task: Mapping[str, Any], sandbox: SandboxChoice, wall_time: float | None
 ) -> tuple[SandboxChoice, float | None]:
+    """Where a mapping's episode is, and for how long: what it says goes before the arguments."""
     backend = _first(task, ("sandbox_backend",), sandbox.backend)
     image = _first(task, ("sandbox_image", "hf_sandbox_image"), sandbox.image)
     timeout = _first(task, ("sandbox_timeout", "hf_sandbox_timeout"), wall_time)
@@ -407,7 +408,8 @@ def _first(given: Mapping[str, Any], names: Sequence[str], default: Any) -> Any:
     return next((given[name] for name in names if given.get(name) is not None), default)
 
 
-def _problem(name: str, arguments: Mapping[str, Any]) -> str:
+def call_problem(name: str, arguments: Mapping[str, Any]) -> str:
+    """What is wrong with a call of the tool; empty = nothing."""
     command, answer = arguments.get("command"), arguments.get("final_answer")
     if name != TOOL_NAME:
         return f"there is no tool {name!r}: the tool is {TOOL_NAME}"

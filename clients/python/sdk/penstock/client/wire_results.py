@@ -127,6 +127,31 @@ def rollout(message: rollout_pb2.Rollout) -> results.Rollout:
     )
 
 
+def summary(message: rollout_pb2.RolloutSummary) -> results.RolloutSummary:
+    """A rollout in a line."""
+    calls = message.calls
+    return results.RolloutSummary(
+        rollout_id=message.rollout_id,
+        group_id=optional(message, "group_id"),
+        index=message.index,
+        run_id=optional(message, "run_id"),
+        task_id=message.task_id,
+        agent=message.agent,
+        labels=dict(message.labels),
+        phase=phase(message.phase),
+        create_time=time(message, "create_time"),
+        end_time=time(message, "end_time"),
+        failure=failure(message.failure) if message.HasField("failure") else None,
+        reward=reward(message.reward) if message.HasField("reward") else None,
+        calls=calls.calls,
+        prompt_tokens=calls.prompt_tokens,
+        completion_tokens=calls.completion_tokens,
+        min_version=optional(calls, "oldest_policy_version"),
+        max_version=optional(calls, "newest_policy_version"),
+        attempts=message.attempts or 1,
+    )
+
+
 def group(message: rollout_pb2.Group) -> results.Group:
     """A group."""
     return results.Group(

@@ -80,6 +80,8 @@ def task(value: tasks.Task) -> rollout_pb2.Task:
         verifier=None if value.verifier is None else verifier(value.verifier),
         env=value.env,
         metadata=struct(value.metadata, "metadata") if value.metadata else None,
+        keep_diff=value.keep_diff,
+        keep_files=value.keep_files,
     )
 
 

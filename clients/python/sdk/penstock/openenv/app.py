@@ -113,7 +113,7 @@ class _Server:
     async def reset(self, request: web.Request) -> web.Response:
         given = await _object(request)
         async with self._sessions.own() as session:
-            return _json(frames.reset(session.environment, given))
+            return _json(await frames.reset(session.environment, given))
 
     async def step(self, request: web.Request) -> web.Response:
         given = await _object(request)

@@ -182,6 +182,7 @@ def task_of(given: RunRollout) -> Task:
         instruction=given.instruction,
         setup=[Command(shell=line) for line in given.setup],
         verifier=verifier,
+        keep_files=True,
     )
 
 

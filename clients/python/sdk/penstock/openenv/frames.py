@@ -1,8 +1,8 @@
 """The messages of the WebSocket: reset, step, state, mcp, close; one answer to each, in order.
 
 An observation has the form that clients of every version read: `observation`, `reward`, `done` and, where there is any,
-`metadata` both inside the observation and beside it. A rollout's reward is in the tool's result alone: calling a tool
-ends no episode.
+`metadata` both inside the observation and beside it. A rollout's reward is in the tool's result alone, and ends no
+episode; a terminal's answer ends one, and its reward is the observation's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from penstock.openenv.sessions import Environment, Session, Sessions, tools
 
 READY: Final = {"status": "ready", "message": "Ready. Call run_rollout with an instruction."}
 
+OPENED: Final = {"status": "ready", "message": "Ready. Call terminal with a command, or with the final answer."}
+
 _log = logging.getLogger("penstock.openenv")
 
 
-def observation(content: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def observation(
+    content: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    reward: float | None = None,
+    done: bool = False,
+) -> dict[str, Any]:
     """An observation as it travels."""
     kept = dict(metadata or {})
-    whole: dict[str, Any] = {"observation": {**content, "metadata": kept}, "reward": None, "done": False}
+    whole: dict[str, Any] = {"observation": {**content, "metadata": kept}, "reward": reward, "done": done}
     return {**whole, "metadata": kept} if kept else whole
 
 
@@ -35,10 +43,18 @@ def refusal(message: str, code: str, **more: Any) -> dict[str, Any]:
     return {"type": "error", "data": {"message": message, "code": code, **more}}
 
 
-def reset(environment: Environment, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Begins an episode. Raises InvalidArgument."""
-    environment.reset(arguments)
-    return observation({}, READY)
+async def reset(environment: Environment, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Begins an episode. Raises InvalidArgument; a terminal that cannot be opened is an episode that has ended."""
+    try:
+        setup = await environment.reset(arguments)
+    except InvalidArgument:
+        raise
+    except PenstockError as error:
+        return observation({}, {"status": "error", "error": f"{error.reason}: {error}"}, done=True)
+    if setup is None:
+        return observation({}, READY)
+    sandbox_id = environment.state.last_sandbox_id
+    return observation({}, {**OPENED, "sandbox_id": sandbox_id, "setup_results": [asdict(item) for item in setup]})
 
 
 async def step(environment: Environment, action: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +88,7 @@ async def answer(raw: str, session: Session, sessions: Sessions) -> dict[str, An
     try:
         match kind:
             case "reset":
-                return {"type": "observation", "data": reset(environment, data)}
+                return {"type": "observation", "data": await reset(environment, data)}
             case "step":
                 return {"type": "observation", "data": await step(environment, data)}
             case "state":
@@ -104,7 +120,7 @@ def is_close(raw: str) -> bool:
 async def _call(environment: Environment, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A call of a tool; one that fails is an observation with an error, not an error of the connection."""
     try:
-        text = await environment.call_tool(name, arguments)
+        told = await environment.call_tool(name, arguments)
     except NotFound as error:
         kind = "tool_not_found" if error.reason == "OPENENV_TOOL_UNKNOWN" else "invalid_args"
         return _failed(name, kind, error)
@@ -112,7 +128,8 @@ async def _call(environment: Environment, name: str, arguments: Mapping[str, Any
         return _failed(name, "invalid_args", error)
     except PenstockError as error:
         return _failed(name, "execution_error", error)
-    return observation({"tool_name": name, "result": mcp.tool_result(text), "error": None})
+    content = {"tool_name": name, "result": mcp.tool_result(told.text), "error": None}
+    return observation(content, reward=told.reward, done=told.done)
 
 
 def _failed(name: str, kind: str, error: PenstockError) -> dict[str, Any]:

@@ -121,10 +121,10 @@ async def _call(params: Mapping[str, Any], sessions: Sessions, bound: Session | 
         raise RpcError(INVALID_PARAMS, "Invalid params - 'arguments' is an object")
     if bound is None and "session_id" not in params:
         async with sessions.own() as session:
-            return tool_result(await session.environment.call_tool(name, arguments))
+            return tool_result((await session.environment.call_tool(name, arguments)).text)
     session = bound or sessions.find(_text(params, "session_id"))
     async with sessions.held(session) as environment:
-        return tool_result(await environment.call_tool(name, arguments))
+        return tool_result((await environment.call_tool(name, arguments)).text)
 
 
 async def _close(params: Mapping[str, Any], sessions: Sessions, bound: Session | None) -> dict[str, Any]:

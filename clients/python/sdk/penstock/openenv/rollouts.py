@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -39,6 +39,8 @@ from penstock.openenv.arguments import Defaults, RunRollout, agent_of, options_o
 TAIL_CHARS: Final = 2000
 MAX_FILE_CHARS: Final = 8000
 MAX_FILES: Final = 32
+KEPT_FILES: Final = "files/"
+"""Before the paths of the working directory's files, among the artifacts (`Task.keep_files`)."""
 CANCEL_S: Final = 120.0
 _SANDBOX_LABEL: Final = "penstock_rollout"
 """The label by which the driver's sandboxes name their rollout."""
@@ -142,7 +144,12 @@ async def _ended(creating: asyncio.Future[RolloutHandle]) -> None:
         except (PenstockError, TimeoutError) as error:
             _log.warning("cancelling %s failed, its own limits end it: %s", handle.rollout_id, error)
 
-    work = asyncio.ensure_future(end())
+    await see_through(end())
+
+
+async def see_through(end: Coroutine[Any, Any, None]) -> None:
+    """Awaits the end of something, also when the waiting task is cancelled meanwhile, which it hears afterwards."""
+    work = asyncio.ensure_future(end)
     cancelled = False
     while not work.done():
         try:
@@ -174,17 +181,18 @@ async def _watch(ps: Penstock, handle: RolloutHandle, given: RunRollout, result:
 def _take(payload: EventPayload, given: RunRollout, result: RolloutResult, log: list[str]) -> None:
     match payload:
         case CommandFinished(phase=Phase.SETTING_UP):
-            result.setup_results.append(_command(payload, given.setup))
+            result.setup_results.append(command_result(payload, given.setup))
         case CommandFinished(phase=Phase.VERIFYING):
-            result.verify_results.append(_command(payload, given.verify))
+            result.verify_results.append(command_result(payload, given.verify))
         case AgentEvent():
             log.append(payload.raw_line.decode("utf-8", "replace").rstrip("\n"))
             del log[:-400]
         case ArtifactCollected():
+            name = payload.name.removeprefix(KEPT_FILES)
             if len(result.files) < MAX_FILES and not payload.truncated:
-                result.files[payload.name] = payload.content.decode("utf-8", "replace")[:MAX_FILE_CHARS]
+                result.files[name] = payload.content.decode("utf-8", "replace")[:MAX_FILE_CHARS]
             else:
-                result.files_extra.append(payload.name)
+                result.files_extra.append(name)
         case Ended():
             _end(payload.outcome, result)
         case _:
@@ -202,7 +210,8 @@ def _end(outcome: Outcome, result: RolloutResult) -> None:
         result.agent_log_tail = outcome.agent_stderr.decode("utf-8", "replace")
 
 
-def _command(finished: CommandFinished, given: list[str]) -> CommandResult:
+def command_result(finished: CommandFinished, given: list[str]) -> CommandResult:
+    """A setup or verify command; `given` are all of its kind, as the caller wrote them."""
     stderr = finished.stderr_tail.decode("utf-8", "replace")[-TAIL_CHARS:]
     if finished.exit.code is None:
         stderr = f"{stderr}\n{finished.exit}".strip()

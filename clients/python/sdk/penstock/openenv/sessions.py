@@ -8,16 +8,22 @@ bits, so that knowing one is holding it.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from penstock.client.connection import Penstock
 from penstock.client.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from penstock.client.terminus import TERMINAL_TOOL
 from penstock.openenv.arguments import Defaults, RunRollout, parse
-from penstock.openenv.rollouts import run_rollout
+from penstock.openenv.rollouts import CommandResult, run_rollout, see_through
+from penstock.openenv.terminals import KEYS as TERMINAL_KEYS
+from penstock.openenv.terminals import TOOL as TERMINAL
+from penstock.openenv.terminals import EnvironmentTerminal, check_call
 
 TOOL: Final = "run_rollout"
 LEFT_S: Final = 60.0
@@ -29,16 +35,28 @@ _DESCRIPTION: Final = (
     " (null = not graded), setup_results, verify_results, proxy_turns with the sampled token ids and logprobs, files,"
     " error."
 )
-_TOOL: Final[Mapping[str, Any]] = {
-    "name": TOOL,
-    "description": _DESCRIPTION,
-    "input_schema": RunRollout.model_json_schema(),
-}
+_TOOLS: Final[Sequence[Mapping[str, Any]]] = (
+    {"name": TOOL, "description": _DESCRIPTION, "input_schema": RunRollout.model_json_schema()},
+    {
+        "name": TERMINAL,
+        "description": TERMINAL_TOOL.description,
+        "input_schema": json.loads(TERMINAL_TOOL.parameters_json_schema),
+    },
+)
 
 
 def tools() -> list[dict[str, Any]]:
     """What can be called in every environment, with no need of a reset."""
-    return [dict(_TOOL)]
+    return [dict(tool) for tool in _TOOLS]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call of a tool gives. `reward` and `done` are a terminal's: a rollout's reward is in its result."""
+
+    text: str
+    reward: float | None = None
+    done: bool = False
 
 
 @dataclass(slots=True)
@@ -60,10 +78,11 @@ class Episode:
 
     seed: int | None = None
     state: State = field(default_factory=lambda: State(secrets.token_hex(16)))
+    terminal: EnvironmentTerminal | None = None
 
 
 class Environment:
-    """One environment: reset, call the tool, look at its state."""
+    """One environment: reset, call a tool, look at its state."""
 
     def __init__(self, ps: Penstock, defaults: Defaults, labels: Mapping[str, str]) -> None:
         self._ps = ps
@@ -79,45 +98,63 @@ class Environment:
         """As it stands."""
         return self._episode.state
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call is under way."""
-        return bool(self._calls)
+    async def reset(self, arguments: Mapping[str, Any]) -> list[CommandResult] | None:
+        """Begins an episode and ends the terminal of the one before; `seed` goes with every model call of its rollouts.
 
-    def reset(self, arguments: Mapping[str, Any]) -> None:
-        """Begins an episode; `seed` goes with every model call of its rollouts.
+        Where it says what is in a terminal, that is opened: the results of its setup commands, else None.
 
         Raises:
             InvalidArgument: `OPENENV_ARGUMENTS`, an argument that is none or does not hold.
+            PenstockError: the terminal cannot be opened; the episode has begun without one.
         """
         given = dict(arguments)
         seed, episode_id = given.pop("seed", None), given.pop("episode_id", None)
-        if given:
+        if unknown := sorted(given.keys() - TERMINAL_KEYS):
             raise InvalidArgument(
-                f"reset has no argument {', '.join(sorted(given))}: a task is given to {TOOL}",
+                f"reset has no argument {', '.join(unknown)}: an agent's task is given to {TOOL}",
                 reason="OPENENV_ARGUMENTS",
             )
         if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
             raise InvalidArgument("seed: a whole number from 0 to 2^63 - 1", reason="OPENENV_ARGUMENTS")
         if episode_id is not None and (not isinstance(episode_id, str) or not 0 < len(episode_id) <= 255):
             raise InvalidArgument("episode_id: a text of 1 to 255 characters", reason="OPENENV_ARGUMENTS")
-        self._episode = Episode(seed, State(episode_id or secrets.token_hex(16)))
+        state = State(episode_id or secrets.token_hex(16))
+        terminal = self._terminal(given, state) if given else None
+        before, self._episode = self._episode, Episode(seed, state, terminal)
+        if before.terminal is not None:
+            await see_through(before.terminal.close())
+        if terminal is None:
+            return None
+        state.last_sandbox_id = await terminal.open()
+        return terminal.setup_results
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+    def _terminal(self, given: Mapping[str, Any], state: State) -> EnvironmentTerminal:
+        return EnvironmentTerminal(self._ps, given, self._defaults.backend, self._labels_of(state))
+
+    def _labels_of(self, state: State) -> dict[str, str]:
+        return {"openenv_episode": _label(state.episode_id), **self._labels}
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> Answer:
         """Calls a tool; one call at a time, the others in their order. A cancelled call ends what it started.
 
         Raises:
             NotFound: `OPENENV_TOOL_UNKNOWN`.
             PenstockError: the call was refused and nothing was started.
         """
-        if name != TOOL:
-            raise NotFound(f"Unknown tool: {name[:80]!r}; there is {TOOL}", reason="OPENENV_TOOL_UNKNOWN")
-        given = parse(arguments)
+        call: Callable[[], Coroutine[Any, Any, Answer]]
+        if name == TOOL:
+            call = partial(self._run, parse(arguments))
+        elif name == TERMINAL:
+            check_call(arguments)
+            call = partial(self._type, arguments)
+        else:
+            known = " and ".join(str(tool["name"]) for tool in _TOOLS)
+            raise NotFound(f"Unknown tool: {name[:80]!r}; there are {known}", reason="OPENENV_TOOL_UNKNOWN")
         if self._closed:
             raise FailedPrecondition("The session is closed", reason="OPENENV_SESSION_CLOSED")
         if len(self._calls) > MAX_WAITING:
             raise ResourceExhausted("Too many calls wait in this session", reason="OPENENV_BUSY")
-        work = asyncio.ensure_future(self._run(given))
+        work = asyncio.ensure_future(call())
         self._calls.add(work)
         work.add_done_callback(self._calls.discard)
         try:
@@ -126,7 +163,7 @@ class Environment:
             task = asyncio.current_task()
             if work.cancelled() and not (task and task.cancelling()):  # by close()
                 raise FailedPrecondition(
-                    "The session was closed while its rollout ran; the rollout is ended",
+                    "The session was closed while its call ran; what it started is ended",
                     reason="OPENENV_SESSION_CLOSED",
                 ) from None
             work.cancel()
@@ -141,20 +178,36 @@ class Environment:
             call.cancel()
         if running:
             await asyncio.wait(running)
+        if self._episode.terminal is not None:
+            await self._episode.terminal.close()
 
-    async def _run(self, given: RunRollout) -> str:
+    async def _type(self, arguments: Mapping[str, Any]) -> Answer:
         async with self._turn:
             episode = self._episode
             state = episode.state
             state.step_count += 1
-            labels = {"openenv_episode": _label(state.episode_id), **self._labels}
+            if episode.terminal is None:
+                episode.terminal = self._terminal({}, state)
+            state.last_sandbox_id = await episode.terminal.open()
+            seen = await episode.terminal.call(arguments)
+            reward = seen.reward.value if seen.reward is not None else None
+            if seen.ended:
+                state.last_reward = reward
+            return Answer(seen.text(), reward, seen.ended)
+
+    async def _run(self, given: RunRollout) -> Answer:
+        async with self._turn:
+            episode = self._episode
+            state = episode.state
+            state.step_count += 1
+            labels = self._labels_of(state)
             result = await run_rollout(self._ps, given, self._defaults, seed=episode.seed, labels=labels)
             state.rollouts_completed += 1
             state.last_reward = result.reward
             state.last_task_id = given.task_id or None
             state.last_sandbox_id = result.sandbox_id or None
             state.last_rollout_id = result.rollout_id
-            return result.json()
+            return Answer(result.json())
 
 
 class Session:

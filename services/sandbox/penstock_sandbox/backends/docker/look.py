@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock_chassis.errors import PenstockError
-from penstock_sandbox.backends.base import ProcessSink, RawExit, SandboxHandle, StartFailed
+from penstock_sandbox.backends.base import SandboxHandle, StartFailed
+from penstock_sandbox.backends.collected import Collected
 from penstock_sandbox.model import Stream
 
 _DEADLINE_S = 30.0
@@ -119,7 +120,7 @@ async def look(
     except StartFailed as error:
         return f"{shell} cannot be run in the image: {error}", None
     async with asyncio.timeout(_DEADLINE_S):
-        await sink.looked.wait()
+        await sink.closed_output.wait()
         running = (await handle.stats()).pids
         await process.close_stdin()
         ended = await sink.ended
@@ -147,7 +148,7 @@ async def look_closer(handle: SandboxHandle, python: Sequence[str], most_process
         return Closer(f"its Python cannot be run: {error}")
     async with asyncio.timeout(_DEADLINE_S):
         await sink.ended
-        await sink.looked.wait()
+        await sink.closed_output.wait()
     await process.aclose()
     try:
         told = json.loads(sink.text)
@@ -156,13 +157,8 @@ async def look_closer(handle: SandboxHandle, python: Sequence[str], most_process
     return Closer("; ".join(told["problems"]), str(told["kernel"]))
 
 
-class _Probe(ProcessSink):
-    """Collects what the trial process says."""
-
-    def __init__(self) -> None:
-        self.text = b""
-        self.looked = asyncio.Event()
-        self.ended: asyncio.Future[RawExit | None] = asyncio.get_running_loop().create_future()
+class _Probe(Collected):
+    """Hears when the trial process has looked, or says no more."""
 
     @property
     def told(self) -> str:
@@ -170,21 +166,9 @@ class _Probe(ProcessSink):
         return self.text[-500:].decode(errors="replace")
 
     def output(self, stream: Stream, data: bytes) -> None:
-        self.text += data
+        super().output(stream, data)
         if b"looked\n" in self.text:
-            self.looked.set()
-
-    def closed(self, stream: Stream) -> None:
-        if stream is Stream.STDOUT:
-            self.looked.set()
-
-    def exited(self, exit: RawExit) -> None:  # noqa: A002
-        self.ended.set_result(exit)
-
-    def lost(self) -> None:
-        self.looked.set()
-        if not self.ended.done():
-            self.ended.set_result(None)
+            self.closed_output.set()
 
 
 def write_nonce(folder: Path, nonce: str) -> None:

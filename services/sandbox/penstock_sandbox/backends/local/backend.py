@@ -26,6 +26,7 @@ from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandl
 from penstock_sandbox.backends.local import bubblewrap, cgroups, layers, rootfs, trial
 from penstock_sandbox.backends.local.cgroups import Cgroups, Group
 from penstock_sandbox.backends.local.channel import ChannelClosed
+from penstock_sandbox.backends.local.disk_use import DiskUse
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.sealed import SealedLayers
 from penstock_sandbox.backends.local.spawner_process import SpawnerProcess
@@ -78,6 +79,7 @@ class LocalBackend(Backend):
         self._spawner: SpawnerProcess | None = None
         self._starting = asyncio.Lock()
         self._live: dict[str, LocalSandbox] = {}
+        self._disk_use = DiskUse()
         self._sealed = SealedLayers(self._root, self._users, self._remove_later)
         self._tasks: set[asyncio.Task[None]] = set()
         self._hastening: asyncio.Task[None] | None = None
@@ -185,6 +187,7 @@ class LocalBackend(Backend):
 
     async def aclose(self) -> None:
         self._closing = True
+        self._disk_use.close()
         results = await asyncio.gather(
             *(sandbox.destroy() for sandbox in list(self._live.values())), return_exceptions=True
         )
@@ -234,7 +237,7 @@ class LocalBackend(Backend):
                 await sandbox.destroy()
             except OSError as failure:
                 # Asked for again by ``discard``; what made the creation fail is what the caller must hear.
-                _log.warning("what was half made is not removed yet", sandbox=sandbox_id, error=repr(failure))
+                _log.warning("what was half made is not removed yet", sandbox_id=sandbox_id, error=repr(failure))
             if isinstance(error, Refused | OSError):
                 raise Internal(f"the sandbox could not be made: {error}", reason="CREATE_FAILED") from error
             if isinstance(error, ChannelClosed):
@@ -291,6 +294,7 @@ class LocalBackend(Backend):
             },
             on_lost,
             self._release,
+            self._disk_use,
         )
         sandbox.layer_ids = stack
         self._sealed.hold(stack)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock_sandbox.backends.local import descents
+from penstock_sandbox.spawner import descents
 
 _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
 _CHUNK = 256 * 1024
@@ -56,7 +56,7 @@ def diff(upper: Path, below: Sequence[str] = ()) -> Iterator[bytes | list[str]]:
     deleted: list[str] = []
     roots = [posixpath.normpath(path) for path in below] or ["/"]
     archive = tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - closed between yields
-    for prefix, folders, files, descriptor in descents.walk(upper):
+    for prefix, folders, files, descriptor in descents.walk(str(upper)):
         for name in sorted((*folders, *files)):
             path = f"{prefix}/{name}"
             try:
@@ -144,10 +144,10 @@ def _opaque(folder: int, name: str, status: os.stat_result) -> bool:
         os.close(opened)
 
 
-def size(folder: Path) -> int:
-    """Bytes of the regular files below ``folder``; links are not followed."""
+def size(folder: Path, most: int | None = None) -> int:
+    """Bytes of the regular files below ``folder``; links are not followed. ``most``: as in ``descents.walk``."""
     total = 0
-    for _, _, files, descriptor in descents.walk(folder):
+    for _, _, files, descriptor in descents.walk(str(folder), most):
         for name in files:
             try:
                 total += os.lstat(name, dir_fd=descriptor).st_size
@@ -169,4 +169,4 @@ def to_trash(folder: Path, trash: Path) -> Path | None:
 def remove(folder: Path) -> None:
     """Remove a tree that may hold directories without permissions (overlay's own work directory has none), or a file;
     nothing there is fine."""
-    descents.remove(folder)
+    descents.remove(str(folder))

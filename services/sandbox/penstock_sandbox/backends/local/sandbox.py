@@ -26,6 +26,7 @@ from penstock_sandbox.backends.base import (
 from penstock_sandbox.backends.local import layers, rootfs, tree
 from penstock_sandbox.backends.local.cgroups import Group
 from penstock_sandbox.backends.local.channel import Channel, ChannelClosed, Reply
+from penstock_sandbox.backends.local.disk_use import DiskUse
 from penstock_sandbox.backends.local.endpoint import Endpoint
 from penstock_sandbox.backends.local.freezing import Freezing
 from penstock_sandbox.backends.local.opened import Reader, Writer, info, lost
@@ -54,6 +55,7 @@ class LocalSandbox(SandboxHandle):
         default_env: Mapping[str, str],
         on_lost: Callable[[str], None],
         release: Callable[[LocalSandbox], Awaitable[None]],
+        disk_use: DiskUse,
     ) -> None:
         self.id = sandbox_id
         self.uid = uid
@@ -65,6 +67,7 @@ class LocalSandbox(SandboxHandle):
         self.group = group
         self._on_lost = on_lost
         self._release = release
+        self._disk_use = disk_use
         self.kept_as: Path | None = None
         self._channel: Channel | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -293,7 +296,7 @@ class LocalSandbox(SandboxHandle):
 
     async def stats(self) -> Stats:
         figures = self.group.stats() if self.group is not None else Stats()
-        disk = await asyncio.to_thread(layers.size, self.upper)
+        disk = await self._disk_use.of(self.upper)
         return Stats(figures.memory_bytes, figures.memory_peak_bytes, figures.pids, figures.cpu_s, disk)
 
     async def diff(self, below: Sequence[str] = ()) -> AsyncIterator[bytes | list[str]]:

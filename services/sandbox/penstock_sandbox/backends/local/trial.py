@@ -4,33 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock_sandbox.backends.base import ProcessSink, RawExit, SandboxHandle
-from penstock_sandbox.model import Stream
-
-
-class _Probe(ProcessSink):
-    """Collects what the trial process says."""
-
-    def __init__(self) -> None:
-        self.text = b""
-        self.ended: asyncio.Future[RawExit | None] = asyncio.get_running_loop().create_future()
-        self.closed_output = asyncio.Event()
-
-    def output(self, stream: Stream, data: bytes) -> None:
-        self.text += data
-
-    def closed(self, stream: Stream) -> None:
-        if stream is Stream.STDOUT:
-            self.closed_output.set()
-
-    def exited(self, exit: RawExit) -> None:  # noqa: A002
-        self.ended.set_result(exit)
-
-    def lost(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
-        self.closed_output.set()
-
+from penstock_sandbox.backends.base import SandboxHandle
+from penstock_sandbox.backends.collected import Collected
 
 # Each line printed is a claim that does not hold.
 _LOOK = r"""
@@ -52,7 +27,7 @@ exit 0
 
 async def look(handle: SandboxHandle) -> str:
     """What a sandbox that should be closed lets through; empty when all is as claimed."""
-    sink = _Probe()
+    sink = Collected()
     process = await handle.start(
         ["/bin/bash", "-c", _LOOK], handle.default_env, handle.workdir, sink, stdin=False, pty=None
     )

@@ -11,25 +11,12 @@ from typing import Any, Final
 from penstock.client.errors import ConfigurationError
 from penstock.client.evaluation.attempts import Attempt
 from penstock.client.evaluation.summary import Summary, settled
+from penstock.client.figures import EXCLUDED, FAILED, MISSING, PASSED, printed
 
-# As dark and as light as they are, they are told apart without seeing red and green.
-PASSED: Final = "#00735c"
-FAILED: Final = "#ee9b72"
-EXCLUDED: Final = "#b9bec4"
-MISSING: Final = "#f0f1f3"
-_INK: Final = "#30363d"
 _MOST_TASKS: Final = 60
-_STYLE: Final[dict[Any, Any]] = {
+_STYLE: Final[dict[str, Any]] = {
     "svg.fonttype": "path",
     "svg.hashsalt": "penstock",
-    "text.parse_math": False,
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#8b949e",
-    "axes.labelcolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
 }
@@ -52,10 +39,7 @@ def check_plots() -> None:
 def plots(attempts: Sequence[Attempt], summary: Summary) -> list[tuple[str, str]]:
     """Captions and drawings, those that have something to show."""
     check_plots()
-    import matplotlib
-
-    # A style sheet of the user's may ask for LaTeX, or for fonts.
-    with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
+    with printed(**_STYLE):
         chosen = {key: item for key, item in settled(attempts).items() if key[1] < summary.wanted}
         found = [("Every attempt: a row for each task", _grid(chosen, summary))]
         if len(summary.pass_at) > 1:

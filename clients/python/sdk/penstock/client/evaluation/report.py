@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.client.evaluation.attempts import Attempt
-from penstock.client.evaluation.plots import EXCLUDED, FAILED, PASSED, check_plots, plots
+from penstock.client.evaluation.plots import check_plots, plots
 from penstock.client.evaluation.statistics import Estimate
 from penstock.client.evaluation.summary import Summary
+from penstock.client.figures import EXCLUDED, FAILED, PASSED
 
 __all__ = ["check_plots", "write_report"]
 

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -57,14 +57,8 @@ class Choices:
     repositories: Path | None = None
 
 
-MALFORMED: Final = (Refused, OSError, ValueError, LookupError, TypeError, AttributeError)
+_MALFORMED: Final = (Refused, OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError)
 """What reading something of the wrong form ends in; it is the end of that task and of no other."""
-
-
-def problem(error: Exception) -> str:
-    """What is wrong with a task that could not be read."""
-    told = isinstance(error, Refused | OSError)
-    return str(error) if told else f"it has not the form that it should have: {type(error).__name__}: {error}"
 
 
 class Folder:
@@ -110,16 +104,22 @@ class Folder:
         content = resources.files("penstock.client.importers").joinpath("programs", name).read_bytes()
         return self.write(name, content, 0o755)
 
-    def done(self) -> Imported:
-        """Writes the task file and puts the directory in place."""
+    def filled(self, fill: Callable[[], None]) -> Imported:
+        """Puts the directory in place once `fill` has filled it; none where that cannot be done."""
+        try:
+            fill()
+        except _MALFORMED as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            told = isinstance(error, Refused | OSError)
+            form = f"it has not the form that it should have: {type(error).__name__}: {error}"
+            return Imported(self.name, None, problem=str(error) if told else form)
+        return self._done()
+
+    def _done(self) -> Imported:
         text = yaml.dump(self.content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
         self.write("task.yaml", text)
         self.path.rename(self._final)
         return Imported(self.name, self._final, notes=tuple(self.notes))
-
-    def drop(self) -> None:
-        """Removes what was written."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def directories(source: Path, marker: str) -> Iterator[Path]:

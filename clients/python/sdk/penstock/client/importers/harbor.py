@@ -9,12 +9,12 @@ nothing else, and a verifier's none.
 
 import tomllib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from penstock.client.importers.common import (
     GRADER_FOLDER,
-    MALFORMED,
     Choices,
     Folder,
     Imported,
@@ -23,7 +23,6 @@ from penstock.client.importers.common import (
     fetches,
     manifest,
     plain,
-    problem,
     substituted,
 )
 from penstock.client.importers.environment import put_environment
@@ -52,13 +51,7 @@ def import_all(source: Path, destination: Path, choices: Choices) -> Iterator[Im
     """Every task directory of a source."""
     for path in directories(source, "task.toml"):
         folder = Folder(destination, path.name)
-        try:
-            _fill(folder, path, choices)
-        except MALFORMED as error:
-            folder.drop()
-            yield Imported(folder.name, None, problem=problem(error))
-        else:
-            yield folder.done()
+        yield folder.filled(partial(_fill, folder, path, choices))
 
 
 def _fill(folder: Folder, source: Path, choices: Choices) -> None:

@@ -13,11 +13,12 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from penstock.client.errors import ConfigurationError, InvalidArgument
-from penstock.client.importers.common import GRADER_FOLDER, MALFORMED, Choices, Folder, Imported, Refused, problem
+from penstock.client.importers.common import GRADER_FOLDER, Choices, Folder, Imported, Refused
 
 _IMAGES: Final = ("image", "image_name", "docker_image")
 _TEST_SECONDS: Final = 1800.0
@@ -35,13 +36,7 @@ def import_all(source: Path, destination: Path, choices: Choices) -> Iterator[Im
     for number, record in enumerate(_records(source), 1):
         name = str(record.get("instance_id") or f"record-{number}")
         folder = Folder(destination, name)
-        try:
-            _fill(folder, record, choices)
-        except MALFORMED as error:
-            folder.drop()
-            yield Imported(folder.name, None, problem=problem(error))
-        else:
-            yield folder.done()
+        yield folder.filled(partial(_fill, folder, record, choices))
 
 
 def _records(source: Path) -> Iterator[Mapping[str, Any]]:

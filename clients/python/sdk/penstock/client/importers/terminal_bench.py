@@ -5,6 +5,7 @@ the output (`-rA`) has tests and none that failed. Harbor's form has its own imp
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +13,6 @@ import yaml
 
 from penstock.client.importers.common import (
     GRADER_FOLDER,
-    MALFORMED,
     Choices,
     Folder,
     Imported,
@@ -20,7 +20,6 @@ from penstock.client.importers.common import (
     directories,
     fetches,
     manifest,
-    problem,
 )
 from penstock.client.importers.environment import put_environment
 
@@ -35,13 +34,7 @@ def import_all(source: Path, destination: Path, choices: Choices) -> Iterator[Im
     """Every task directory of a source."""
     for path in directories(source, "task.yaml"):
         folder = Folder(destination, path.name)
-        try:
-            _fill(folder, path, choices)
-        except (*MALFORMED, yaml.YAMLError) as error:
-            folder.drop()
-            yield Imported(folder.name, None, problem=problem(error))
-        else:
-            yield folder.done()
+        yield folder.filled(partial(_fill, folder, path, choices))
 
 
 def _fill(folder: Folder, source: Path, choices: Choices) -> None:

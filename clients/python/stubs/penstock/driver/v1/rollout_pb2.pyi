@@ -212,10 +212,22 @@ class Task(_message.Message):
     VERIFIER_FIELD_NUMBER: _builtins.int
     ENV_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    KEEP_DIFF_FIELD_NUMBER: _builtins.int
+    KEEP_FILES_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
     """Client-chosen identifier; the same task has the same id in every rollout."""
     instruction: _builtins.str
     """Any text of up to 1 MiB; it reaches the agent byte for byte (R67)."""
+    keep_diff: _builtins.bool
+    """Keep what the agent changed in its working directory, as an artifact `changes.diff`: a unified diff of at most 256 KiB, before
+    anything is verified. For people, on every backend; nothing is graded by it. A directory of more than 32 MiB or 20,000 entries
+    is not compared, which a Progress says.
+    """
+    keep_files: _builtins.bool
+    """Keep the small files that lie in the agent's working directory when it is dead, before anything is verified: those of up to 64 KiB
+    at most one directory below it, the first 32 by path, 512 KiB together, each as an artifact `files/PATH`. How many more there are is
+    told in a Progress. Files whose path has a part that begins with a dot are left out, links too.
+    """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_sandbox_service_pb2.SeedFile]:
         """Put into the working directory before setup."""
@@ -248,10 +260,12 @@ class Task(_message.Message):
         verifier: Global___Verifier | None = ...,
         env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         metadata: _struct_pb2.Struct | None = ...,
+        keep_diff: _builtins.bool = ...,
+        keep_files: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_verifier", b"_verifier", "metadata", b"metadata", "verifier", b"verifier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_verifier", b"_verifier", "env", b"env", "files", b"files", "instruction", b"instruction", "metadata", b"metadata", "setup", b"setup", "task_id", b"task_id", "verifier", b"verifier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_verifier", b"_verifier", "env", b"env", "files", b"files", "instruction", b"instruction", "keep_diff", b"keep_diff", "keep_files", b"keep_files", "metadata", b"metadata", "setup", b"setup", "task_id", b"task_id", "verifier", b"verifier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__verifier: _TypeAlias = _typing.Literal["verifier"]  # noqa: Y015
     _WhichOneofArgType__verifier: _TypeAlias = _typing.Literal["_verifier", b"_verifier"]  # noqa: Y015
@@ -1102,6 +1116,160 @@ class Rollout(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__outcome) -> _WhichOneofReturnType__outcome | None: ...
 
 Global___Rollout: _TypeAlias = Rollout  # noqa: Y015
+
+@_typing.final
+class RolloutSummary(_message.Message):
+    """A rollout in one row: what tables and curves of many rollouts need, without its spec."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TASK_ID_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
+    rollout_id: _builtins.str
+    group_id: _builtins.str
+    index: _builtins.int
+    """Position in its group."""
+    run_id: _builtins.str
+    task_id: _builtins.str
+    agent: _builtins.str
+    """The agent's name."""
+    phase: Global___Phase.ValueType
+    attempts: _builtins.int
+    """As Rollout.attempts."""
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """Unset until ENDED."""
+
+    @_builtins.property
+    def failure(self) -> Global___Failure:
+        """As Outcome.failure; unset = it runs, or completed."""
+
+    @_builtins.property
+    def reward(self) -> _trajectory_pb2.Reward:
+        """As Outcome.reward."""
+
+    @_builtins.property
+    def calls(self) -> Global___CallSums: ...
+    def __init__(
+        self,
+        *,
+        rollout_id: _builtins.str = ...,
+        group_id: _builtins.str | None = ...,
+        index: _builtins.int = ...,
+        run_id: _builtins.str | None = ...,
+        task_id: _builtins.str = ...,
+        agent: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        phase: Global___Phase.ValueType = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        attempts: _builtins.int = ...,
+        failure: Global___Failure | None = ...,
+        reward: _trajectory_pb2.Reward | None = ...,
+        calls: Global___CallSums | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "group_id", b"group_id", "reward", b"reward", "run_id", b"run_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_failure", b"_failure", "_group_id", b"_group_id", "_reward", b"_reward", "_run_id", b"_run_id", "agent", b"agent", "attempts", b"attempts", "calls", b"calls", "create_time", b"create_time", "end_time", b"end_time", "failure", b"failure", "group_id", b"group_id", "index", b"index", "labels", b"labels", "phase", b"phase", "reward", b"reward", "rollout_id", b"rollout_id", "run_id", b"run_id", "task_id", b"task_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__failure: _TypeAlias = _typing.Literal["failure"]  # noqa: Y015
+    _WhichOneofArgType__failure: _TypeAlias = _typing.Literal["_failure", b"_failure"]  # noqa: Y015
+    _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
+    _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__run_id: _TypeAlias = _typing.Literal["run_id"]  # noqa: Y015
+    _WhichOneofArgType__run_id: _TypeAlias = _typing.Literal["_run_id", b"_run_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__failure) -> _WhichOneofReturnType__failure | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_id) -> _WhichOneofReturnType__group_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__run_id) -> _WhichOneofReturnType__run_id | None: ...
+
+Global___RolloutSummary: _TypeAlias = RolloutSummary  # noqa: Y015
+
+@_typing.final
+class CallSums(_message.Message):
+    """Sums over the model calls of a rollout that have ended, of all attempts, as far as the driver has been told of them while the
+    rollout ran: what the agent's last moment brought may be missing. GetTrajectory has all.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    OLDEST_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    NEWEST_POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    calls: _builtins.int
+    prompt_tokens: _builtins.int
+    completion_tokens: _builtins.int
+    """Sampled tokens."""
+    oldest_policy_version: _builtins.int
+    """The oldest and the newest policy version that answered; unset = none was told."""
+    newest_policy_version: _builtins.int
+    def __init__(
+        self,
+        *,
+        calls: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        oldest_policy_version: _builtins.int | None = ...,
+        newest_policy_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_policy_version", b"_newest_policy_version", "_oldest_policy_version", b"_oldest_policy_version", "newest_policy_version", b"newest_policy_version", "oldest_policy_version", b"oldest_policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_policy_version", b"_newest_policy_version", "_oldest_policy_version", b"_oldest_policy_version", "calls", b"calls", "completion_tokens", b"completion_tokens", "newest_policy_version", b"newest_policy_version", "oldest_policy_version", b"oldest_policy_version", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__newest_policy_version: _TypeAlias = _typing.Literal["newest_policy_version"]  # noqa: Y015
+    _WhichOneofArgType__newest_policy_version: _TypeAlias = _typing.Literal["_newest_policy_version", b"_newest_policy_version"]  # noqa: Y015
+    _WhichOneofReturnType__oldest_policy_version: _TypeAlias = _typing.Literal["oldest_policy_version"]  # noqa: Y015
+    _WhichOneofArgType__oldest_policy_version: _TypeAlias = _typing.Literal["_oldest_policy_version", b"_oldest_policy_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__newest_policy_version) -> _WhichOneofReturnType__newest_policy_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_policy_version) -> _WhichOneofReturnType__oldest_policy_version | None: ...
+
+Global___CallSums: _TypeAlias = CallSums  # noqa: Y015
 
 @_typing.final
 class PhaseTime(_message.Message):

@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from penstock.driver.v1 import rollout_pb2 as _rollout_pb2
@@ -316,6 +317,74 @@ class WatchHeartbeat(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchHeartbeat: _TypeAlias = WatchHeartbeat  # noqa: Y015
+
+@_typing.final
+class WatchRolloutsRequest(_message.Message):
+    """See WatchRollouts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FILTER_FIELD_NUMBER: _builtins.int
+    ENDED_LIMIT_FIELD_NUMBER: _builtins.int
+    INTERVAL_FIELD_NUMBER: _builtins.int
+    ended_limit: _builtins.int
+    """Of those that have ended before, the newest this many are told: 0 to 10000; unset = 1000. Those that run are told all."""
+    @_builtins.property
+    def filter(self) -> Global___RolloutFilter: ...
+    @_builtins.property
+    def interval(self) -> _duration_pb2.Duration:
+        """Shortest time between two messages with changes: 100 ms to 1 min; unset = 250 ms."""
+
+    def __init__(
+        self,
+        *,
+        filter: Global___RolloutFilter | None = ...,
+        ended_limit: _builtins.int | None = ...,
+        interval: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ended_limit", b"_ended_limit", "ended_limit", b"ended_limit", "filter", b"filter", "interval", b"interval"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_limit", b"_ended_limit", "ended_limit", b"ended_limit", "filter", b"filter", "interval", b"interval"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ended_limit: _TypeAlias = _typing.Literal["ended_limit"]  # noqa: Y015
+    _WhichOneofArgType__ended_limit: _TypeAlias = _typing.Literal["_ended_limit", b"_ended_limit"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ended_limit) -> _WhichOneofReturnType__ended_limit | None: ...
+
+Global___WatchRolloutsRequest: _TypeAlias = WatchRolloutsRequest  # noqa: Y015
+
+@_typing.final
+class WatchRolloutsResponse(_message.Message):
+    """See WatchRollouts. One without any row, id and flag comes after every 10 s of silence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLLOUTS_FIELD_NUMBER: _builtins.int
+    GONE_ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_COMPLETE_FIELD_NUMBER: _builtins.int
+    snapshot_complete: _builtins.bool
+    """All that were there at the beginning have been told, with this message at the latest."""
+    @_builtins.property
+    def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.RolloutSummary]:
+        """As they stand; at most 256."""
+
+    @_builtins.property
+    def gone_rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Told before and matching no more, or deleted; of those that were deleted, some that were not told too."""
+
+    def __init__(
+        self,
+        *,
+        rollouts: _abc.Iterable[_rollout_pb2.RolloutSummary] | None = ...,
+        gone_rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
+        snapshot_complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone_rollout_ids", b"gone_rollout_ids", "rollouts", b"rollouts", "snapshot_complete", b"snapshot_complete"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRolloutsResponse: _TypeAlias = WatchRolloutsResponse  # noqa: Y015
 
 @_typing.final
 class WaitRolloutRequest(_message.Message):

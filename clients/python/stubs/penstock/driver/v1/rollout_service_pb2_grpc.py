@@ -58,6 +58,11 @@ class RolloutServiceStub(object):
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutRequest.SerializeToString,
                 response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutResponse.FromString,
                 _registered_method=True)
+        self.WatchRollouts = channel.unary_stream(
+                '/penstock.driver.v1.RolloutService/WatchRollouts',
+                request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutsRequest.SerializeToString,
+                response_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutsResponse.FromString,
+                _registered_method=True)
         self.WaitRollout = channel.unary_unary(
                 '/penstock.driver.v1.RolloutService/WaitRollout',
                 request_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WaitRolloutRequest.SerializeToString,
@@ -159,6 +164,16 @@ class RolloutServiceServicer(object):
     def WatchRollout(self, request, context):
         """Streams a rollout's events after a sequence number, the past ones first, and ends after `ended`.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchRollouts(self, request, context):
+        """Streams how the rollouts that match stand, one row each: first those that are there, then those that change. What changes
+        between two messages is coalesced: a rollout is told as it stands last. Endless; one that broke is opened anew, and the rows
+        that it begins with are what the watcher missed. For tables of many rollouts: WatchRollout tells of one in full.
+        Errors: INVALID_ARGUMENT (FIELD_INVALID).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,6 +295,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.WatchRollout,
                     request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutRequest.FromString,
                     response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutResponse.SerializeToString,
+            ),
+            'WatchRollouts': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchRollouts,
+                    request_deserializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutsRequest.FromString,
+                    response_serializer=penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutsResponse.SerializeToString,
             ),
             'WaitRollout': grpc.unary_unary_rpc_method_handler(
                     servicer.WaitRollout,
@@ -454,6 +474,33 @@ class RolloutService(object):
             '/penstock.driver.v1.RolloutService/WatchRollout',
             penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutRequest.SerializeToString,
             penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchRollouts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.driver.v1.RolloutService/WatchRollouts',
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutsRequest.SerializeToString,
+            penstock_dot_driver_dot_v1_dot_rollout__service__pb2.WatchRolloutsResponse.FromString,
             options,
             channel_credentials,
             insecure,

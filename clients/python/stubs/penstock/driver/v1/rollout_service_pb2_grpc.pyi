@@ -56,6 +56,12 @@ class RolloutServiceStub:
     """Streams a rollout's events after a sequence number, the past ones first, and ends after `ended`.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
+    WatchRollouts: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutsRequest, _rollout_service_pb2.WatchRolloutsResponse]
+    """Streams how the rollouts that match stand, one row each: first those that are there, then those that change. What changes
+    between two messages is coalesced: a rollout is told as it stands last. Endless; one that broke is opened anew, and the rows
+    that it begins with are what the watcher missed. For tables of many rollouts: WatchRollout tells of one in full.
+    Errors: INVALID_ARGUMENT (FIELD_INVALID).
+    """
     WaitRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]
     """Answers when the rollout has ended, or at 80 % of the call's deadline with the rollout as it stands.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
@@ -126,6 +132,12 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     WatchRollout: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]  # type: ignore[assignment]
     """Streams a rollout's events after a sequence number, the past ones first, and ends after `ended`.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+    """
+    WatchRollouts: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutsRequest, _rollout_service_pb2.WatchRolloutsResponse]  # type: ignore[assignment]
+    """Streams how the rollouts that match stand, one row each: first those that are there, then those that change. What changes
+    between two messages is coalesced: a rollout is told as it stands last. Endless; one that broke is opened anew, and the rows
+    that it begins with are what the watcher missed. For tables of many rollouts: WatchRollout tells of one in full.
+    Errors: INVALID_ARGUMENT (FIELD_INVALID).
     """
     WaitRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]  # type: ignore[assignment]
     """Answers when the rollout has ended, or at 80 % of the call's deadline with the rollout as it stands.
@@ -218,6 +230,18 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchRolloutResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchRolloutResponse]]:
         """Streams a rollout's events after a sequence number, the past ones first, and ends after `ended`.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
+        """
+
+    @_abc_1.abstractmethod
+    def WatchRollouts(
+        self,
+        request: _rollout_service_pb2.WatchRolloutsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchRolloutsResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchRolloutsResponse]]:
+        """Streams how the rollouts that match stand, one row each: first those that are there, then those that change. What changes
+        between two messages is coalesced: a rollout is told as it stands last. Endless; one that broke is opened anew, and the rows
+        that it begins with are what the watcher missed. For tables of many rollouts: WatchRollout tells of one in full.
+        Errors: INVALID_ARGUMENT (FIELD_INVALID).
         """
 
     @_abc_1.abstractmethod

@@ -825,6 +825,7 @@ class ModelCall(_message.Message):
     CHAT_TEMPLATE_SHA256_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     VIEW_TRUNCATED_FIELD_NUMBER: _builtins.int
+    TRACE_PARENT_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
     lease_id: _builtins.str
     rollout_id: _builtins.str
@@ -859,6 +860,10 @@ class ModelCall(_message.Message):
     """The model's name as the agent asked for it."""
     view_truncated: _builtins.bool
     """What the view asked for was left out for its size: GetCall has it."""
+    trace_parent: _builtins.str
+    """W3C trace context (`traceparent`) of the gate's span that waits for the answer: a trainer's own spans belong below it.
+    Empty when the service traces nothing, or not this call.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -912,10 +917,11 @@ class ModelCall(_message.Message):
         chat_template_sha256: _builtins.bytes = ...,
         model: _builtins.str = ...,
         view_truncated: _builtins.bool = ...,
+        trace_parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "min_policy_version", b"min_policy_version", "parent_call_id", b"parent_call_id", "receive_time", b"receive_time", "run_id", b"run_id", "sampling", b"sampling", "task_id", b"task_id", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "chat_template_sha256", b"chat_template_sha256", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "messages", b"messages", "min_policy_version", b"min_policy_version", "model", b"model", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "task_id", b"task_id", "tokenizer_sha256", b"tokenizer_sha256", "tool_choice", b"tool_choice", "tools", b"tools", "view_truncated", b"view_truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_id", b"_group_id", "_group_index", b"_group_index", "_min_policy_version", b"_min_policy_version", "_parent_call_id", b"_parent_call_id", "_run_id", b"_run_id", "_task_id", b"_task_id", "branch_id", b"branch_id", "call_class", b"call_class", "call_id", b"call_id", "chat_template_sha256", b"chat_template_sha256", "dialect", b"dialect", "expire_time", b"expire_time", "group_id", b"group_id", "group_index", b"group_index", "index", b"index", "labels", b"labels", "lease_attempt", b"lease_attempt", "lease_id", b"lease_id", "messages", b"messages", "min_policy_version", b"min_policy_version", "model", b"model", "parent_call_id", b"parent_call_id", "prompt_count", b"prompt_count", "prompt_token_ids", b"prompt_token_ids", "receive_time", b"receive_time", "request_body", b"request_body", "rollout_id", b"rollout_id", "run_id", b"run_id", "sampling", b"sampling", "shared_prefix_count", b"shared_prefix_count", "stream", b"stream", "task_id", b"task_id", "tokenizer_sha256", b"tokenizer_sha256", "tool_choice", b"tool_choice", "tools", b"tools", "trace_parent", b"trace_parent", "view_truncated", b"view_truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_id: _TypeAlias = _typing.Literal["group_id"]  # noqa: Y015
     _WhichOneofArgType__group_id: _TypeAlias = _typing.Literal["_group_id", b"_group_id"]  # noqa: Y015

@@ -1116,3 +1116,146 @@ class WatchCallsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___WatchCallsResponse: _TypeAlias = WatchCallsResponse  # noqa: Y015
+
+@_typing.final
+class WatchGateRequest(_message.Message):
+    """See WatchGate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def interval(self) -> _duration_pb2.Duration:
+        """500 ms to 1 min; unset = 1 s."""
+
+    def __init__(
+        self,
+        *,
+        interval: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchGateRequest: _TypeAlias = WatchGateRequest  # noqa: Y015
+
+@_typing.final
+class WatchGateResponse(_message.Message):
+    """See WatchGate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_ROLLOUTS_FIELD_NUMBER: _builtins.int
+    QUEUED_CALLS_FIELD_NUMBER: _builtins.int
+    PAUSED_CALLS_FIELD_NUMBER: _builtins.int
+    LEASED_CALLS_FIELD_NUMBER: _builtins.int
+    DISPATCHED_CALLS_FIELD_NUMBER: _builtins.int
+    OLDEST_WAIT_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    SESSION_COUNT_FIELD_NUMBER: _builtins.int
+    open_rollouts: _builtins.int
+    """Rollouts whose agents may call, EXHAUSTED ones included."""
+    queued_calls: _builtins.int
+    """Calls that wait for a trainer."""
+    paused_calls: _builtins.int
+    """Of those, the ones that a pause holds back."""
+    leased_calls: _builtins.int
+    """Calls that trainers have."""
+    dispatched_calls: _builtins.int
+    """Calls that the rollouts' model sources answer."""
+    session_count: _builtins.int
+    """All of them."""
+    @_builtins.property
+    def oldest_wait(self) -> _duration_pb2.Duration:
+        """How long the oldest queued call has waited; unset = none waits."""
+
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateSession]:
+        """Those that hold or await most first, at most 256."""
+
+    def __init__(
+        self,
+        *,
+        open_rollouts: _builtins.int = ...,
+        queued_calls: _builtins.int = ...,
+        paused_calls: _builtins.int = ...,
+        leased_calls: _builtins.int = ...,
+        dispatched_calls: _builtins.int = ...,
+        oldest_wait: _duration_pb2.Duration | None = ...,
+        sessions: _abc.Iterable[Global___GateSession] | None = ...,
+        session_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_wait", b"oldest_wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dispatched_calls", b"dispatched_calls", "leased_calls", b"leased_calls", "oldest_wait", b"oldest_wait", "open_rollouts", b"open_rollouts", "paused_calls", b"paused_calls", "queued_calls", b"queued_calls", "session_count", b"session_count", "sessions", b"sessions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchGateResponse: _TypeAlias = WatchGateResponse  # noqa: Y015
+
+@_typing.final
+class GateSession(_message.Message):
+    """A trainer's session, as those may see it who do not have it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    ROLLOUTS_FIELD_NUMBER: _builtins.int
+    CREDIT_CALLS_FIELD_NUMBER: _builtins.int
+    CREDIT_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_CALLS_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    QUEUED_CALLS_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    identity: _builtins.str
+    """As it said in Hello."""
+    run_id: _builtins.str
+    """What it asked for: a run, a group; empty = calls of any."""
+    group_id: _builtins.str
+    rollouts: _builtins.int
+    """Open rollouts whose calls it may get."""
+    credit_calls: _builtins.int
+    """As granted."""
+    credit_bytes: _builtins.int
+    held_calls: _builtins.int
+    """Calls that it has and has not answered."""
+    held_bytes: _builtins.int
+    queued_calls: _builtins.int
+    """Calls that wait for it, or for others with the same selector."""
+    lost: _builtins.bool
+    """Its stream broke, and it may be resumed."""
+    paused: _builtins.bool
+    """It holds the calls of its selector back."""
+    policy_version: _builtins.int
+    """The newest that was announced for its selector."""
+    def __init__(
+        self,
+        *,
+        identity: _builtins.str = ...,
+        run_id: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        rollouts: _builtins.int = ...,
+        credit_calls: _builtins.int = ...,
+        credit_bytes: _builtins.int = ...,
+        held_calls: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
+        queued_calls: _builtins.int = ...,
+        lost: _builtins.bool = ...,
+        paused: _builtins.bool = ...,
+        policy_version: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "policy_version", b"policy_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "credit_bytes", b"credit_bytes", "credit_calls", b"credit_calls", "group_id", b"group_id", "held_bytes", b"held_bytes", "held_calls", b"held_calls", "identity", b"identity", "lost", b"lost", "paused", b"paused", "policy_version", b"policy_version", "queued_calls", b"queued_calls", "rollouts", b"rollouts", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
+    _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_version) -> _WhichOneofReturnType__policy_version | None: ...
+
+Global___GateSession: _TypeAlias = GateSession  # noqa: Y015

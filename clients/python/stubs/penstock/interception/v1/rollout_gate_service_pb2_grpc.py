@@ -88,6 +88,11 @@ class RolloutGateServiceStub(object):
                 request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchCallsRequest.SerializeToString,
                 response_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchCallsResponse.FromString,
                 _registered_method=True)
+        self.WatchGate = channel.unary_stream(
+                '/penstock.interception.v1.RolloutGateService/WatchGate',
+                request_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchGateRequest.SerializeToString,
+                response_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchGateResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutGateServiceServicer(object):
@@ -186,6 +191,13 @@ class RolloutGateServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchGate(self, request, context):
+        """How the gate stands, at an interval: what waits, with whom it is, and how much the trainers' sessions can take. Endless.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RolloutGateServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -238,6 +250,11 @@ def add_RolloutGateServiceServicer_to_server(servicer, server):
                     servicer.WatchCalls,
                     request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchCallsRequest.FromString,
                     response_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchCallsResponse.SerializeToString,
+            ),
+            'WatchGate': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchGate,
+                    request_deserializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchGateRequest.FromString,
+                    response_serializer=penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchGateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -514,6 +531,33 @@ class RolloutGateService(object):
             '/penstock.interception.v1.RolloutGateService/WatchCalls',
             penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchCallsRequest.SerializeToString,
             penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchCallsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchGate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.interception.v1.RolloutGateService/WatchGate',
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchGateRequest.SerializeToString,
+            penstock_dot_interception_dot_v1_dot_rollout__gate__service__pb2.WatchGateResponse.FromString,
             options,
             channel_credentials,
             insecure,

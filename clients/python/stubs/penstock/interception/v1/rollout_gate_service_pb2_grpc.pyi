@@ -83,6 +83,8 @@ class RolloutGateServiceStub:
     closed.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
     """
+    WatchGate: _grpc.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchGateRequest, _rollout_gate_service_pb2.WatchGateResponse]
+    """How the gate stands, at an interval: what waits, with whom it is, and how much the trainers' sessions can take. Endless."""
 
 @_typing.type_check_only
 class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
@@ -139,6 +141,8 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     closed.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
     """
+    WatchGate: _aio.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchGateRequest, _rollout_gate_service_pb2.WatchGateResponse]  # type: ignore[assignment]
+    """How the gate stands, at an interval: what waits, with whom it is, and how much the trainers' sessions can take. Endless."""
 
 class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
     """Rollouts at the gate: for the driver, and for whoever brings an agent of his own.
@@ -252,5 +256,13 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         closed.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN), FAILED_PRECONDITION (SEQUENCE_UNKNOWN: older than what is kept).
         """
+
+    @_abc_1.abstractmethod
+    def WatchGate(
+        self,
+        request: _rollout_gate_service_pb2.WatchGateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_rollout_gate_service_pb2.WatchGateResponse], _abc.AsyncIterator[_rollout_gate_service_pb2.WatchGateResponse]]:
+        """How the gate stands, at an interval: what waits, with whom it is, and how much the trainers' sessions can take. Endless."""
 
 def add_RolloutGateServiceServicer_to_server(servicer: RolloutGateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1043,6 +1043,114 @@ class ResumeSandboxResponse(_message.Message):
 Global___ResumeSandboxResponse: _TypeAlias = ResumeSandboxResponse  # noqa: Y015
 
 @_typing.final
+class WatchSandboxesRequest(_message.Message):
+    """See WatchSandboxes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    LABELS_FIELD_NUMBER: _builtins.int
+    INTERVAL_FIELD_NUMBER: _builtins.int
+    MOST_FIELD_NUMBER: _builtins.int
+    most: _builtins.int
+    """Most that are told, newest first: 1 to 1000; unset = 200."""
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Only sandboxes with all of these."""
+
+    @_builtins.property
+    def interval(self) -> _duration_pb2.Duration:
+        """1 s to 1 min; unset = 2 s. Longer where measuring takes longer."""
+
+    def __init__(
+        self,
+        *,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        interval: _duration_pb2.Duration | None = ...,
+        most: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_most", b"_most", "interval", b"interval", "most", b"most"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_most", b"_most", "interval", b"interval", "labels", b"labels", "most", b"most"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__most: _TypeAlias = _typing.Literal["most"]  # noqa: Y015
+    _WhichOneofArgType__most: _TypeAlias = _typing.Literal["_most", b"_most"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__most) -> _WhichOneofReturnType__most | None: ...
+
+Global___WatchSandboxesRequest: _TypeAlias = WatchSandboxesRequest  # noqa: Y015
+
+@_typing.final
+class WatchSandboxesResponse(_message.Message):
+    """See WatchSandboxes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Usage(_message.Message):
+        """A sandbox with what it uses; without figures while it is not READY or its backend cannot tell."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        SANDBOX_FIELD_NUMBER: _builtins.int
+        STATS_FIELD_NUMBER: _builtins.int
+        @_builtins.property
+        def sandbox(self) -> _sandbox_pb2.Sandbox: ...
+        @_builtins.property
+        def stats(self) -> Global___GetStatsResponse: ...
+        def __init__(
+            self,
+            *,
+            sandbox: _sandbox_pb2.Sandbox | None = ...,
+            stats: Global___GetStatsResponse | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_stats", b"_stats", "sandbox", b"sandbox", "stats", b"stats"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_stats", b"_stats", "sandbox", b"sandbox", "stats", b"stats"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        _WhichOneofReturnType__stats: _TypeAlias = _typing.Literal["stats"]  # noqa: Y015
+        _WhichOneofArgType__stats: _TypeAlias = _typing.Literal["_stats", b"_stats"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__stats) -> _WhichOneofReturnType__stats | None: ...
+
+    SANDBOXES_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    """All that match."""
+    @_builtins.property
+    def sandboxes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchSandboxesResponse.Usage]: ...
+    def __init__(
+        self,
+        *,
+        sandboxes: _abc.Iterable[Global___WatchSandboxesResponse.Usage] | None = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "sandboxes", b"sandboxes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchSandboxesResponse: _TypeAlias = WatchSandboxesResponse  # noqa: Y015
+
+@_typing.final
 class GetStatsRequest(_message.Message):
     """See GetStats."""
 

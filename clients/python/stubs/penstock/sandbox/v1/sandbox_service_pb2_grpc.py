@@ -65,6 +65,11 @@ class SandboxServiceStub(object):
                 request_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxRequest.SerializeToString,
                 response_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxResponse.FromString,
                 _registered_method=True)
+        self.WatchSandboxes = channel.unary_stream(
+                '/penstock.sandbox.v1.SandboxService/WatchSandboxes',
+                request_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxesRequest.SerializeToString,
+                response_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxesResponse.FromString,
+                _registered_method=True)
         self.DeleteSandbox = channel.unary_unary(
                 '/penstock.sandbox.v1.SandboxService/DeleteSandbox',
                 request_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.DeleteSandboxRequest.SerializeToString,
@@ -188,6 +193,14 @@ class SandboxServiceServicer(object):
     def WatchSandbox(self, request, context):
         """Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchSandboxes(self, request, context):
+        """What there is and what it uses, measured anew for each message: an overview of all, at an interval. Endless.
+        Errors: INVALID_ARGUMENT (INVALID_REQUEST).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -345,6 +358,11 @@ def add_SandboxServiceServicer_to_server(servicer, server):
                     servicer.WatchSandbox,
                     request_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxRequest.FromString,
                     response_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxResponse.SerializeToString,
+            ),
+            'WatchSandboxes': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchSandboxes,
+                    request_deserializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxesRequest.FromString,
+                    response_serializer=penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxesResponse.SerializeToString,
             ),
             'DeleteSandbox': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteSandbox,
@@ -558,6 +576,33 @@ class SandboxService(object):
             '/penstock.sandbox.v1.SandboxService/WatchSandbox',
             penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxRequest.SerializeToString,
             penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchSandboxes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/penstock.sandbox.v1.SandboxService/WatchSandboxes',
+            penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxesRequest.SerializeToString,
+            penstock_dot_sandbox_dot_v1_dot_sandbox__service__pb2.WatchSandboxesResponse.FromString,
             options,
             channel_credentials,
             insecure,

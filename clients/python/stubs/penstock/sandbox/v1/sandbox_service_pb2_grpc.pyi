@@ -64,6 +64,10 @@ class SandboxServiceStub:
     """Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
     """
+    WatchSandboxes: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxesRequest, _sandbox_service_pb2.WatchSandboxesResponse]
+    """What there is and what it uses, measured anew for each message: an overview of all, at an interval. Endless.
+    Errors: INVALID_ARGUMENT (INVALID_REQUEST).
+    """
     DeleteSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxRequest, _sandbox_service_pb2.DeleteSandboxResponse]
     """Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
     DELETED is a success.
@@ -166,6 +170,10 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     WatchSandbox: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxRequest, _sandbox_service_pb2.WatchSandboxResponse]  # type: ignore[assignment]
     """Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
     Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+    """
+    WatchSandboxes: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.WatchSandboxesRequest, _sandbox_service_pb2.WatchSandboxesResponse]  # type: ignore[assignment]
+    """What there is and what it uses, measured anew for each message: an overview of all, at an interval. Endless.
+    Errors: INVALID_ARGUMENT (INVALID_REQUEST).
     """
     DeleteSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_service_pb2.DeleteSandboxRequest, _sandbox_service_pb2.DeleteSandboxResponse]  # type: ignore[assignment]
     """Kills every process in the sandbox and removes it; answers when that is done. Idempotent: a sandbox that is unknown or
@@ -296,6 +304,16 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.WatchSandboxResponse], _abc.AsyncIterator[_sandbox_service_pb2.WatchSandboxResponse]]:
         """Streams a sandbox's states: the present one at once, then each change; ends after a terminal one.
         Errors: NOT_FOUND (SANDBOX_UNKNOWN).
+        """
+
+    @_abc_1.abstractmethod
+    def WatchSandboxes(
+        self,
+        request: _sandbox_service_pb2.WatchSandboxesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.WatchSandboxesResponse], _abc.AsyncIterator[_sandbox_service_pb2.WatchSandboxesResponse]]:
+        """What there is and what it uses, measured anew for each message: an overview of all, at an interval. Endless.
+        Errors: INVALID_ARGUMENT (INVALID_REQUEST).
         """
 
     @_abc_1.abstractmethod

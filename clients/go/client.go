@@ -1,0 +1,238 @@
+package penstock
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
+
+	driverv1 "penstock.example/penstock/gen/driver/v1"
+	inferencev1 "penstock.example/penstock/gen/inference/v1"
+	interceptionv1 "penstock.example/penstock/gen/interception/v1"
+)
+
+// MaxMessageBytes is the largest message either way, as the services have it.
+const MaxMessageBytes = 64 << 20
+
+// Client is the four services. Connections are made with the first call and made again when they break. It is safe for
+// use by many goroutines; Close it when it is no longer needed.
+type Client struct {
+	// Rollouts starts, finds and reads rollouts.
+	Rollouts *Rollouts
+	// Groups does the same for groups of rollouts whose rewards are compared.
+	Groups *Groups
+	// Inference generates with the inference service.
+	Inference *Inference
+
+	services    map[string]*service
+	connections []*grpc.ClientConn
+	closing     sync.Once
+	driver      driverv1.RolloutServiceClient
+	intercept   interceptionv1.InterceptServiceClient
+	inference   inferencev1.InferenceServiceClient
+}
+
+type options struct {
+	addresses *Addresses
+	file      string
+	token     string
+	tls       *TLS
+	err       error
+}
+
+// Option is one thing that Connect is told.
+type Option func(*options)
+
+// WithHost has all services on their default ports on one machine.
+func WithHost(host string) Option {
+	return func(o *options) {
+		if strings.TrimSpace(host) == "" || strings.Contains(host, "/") || strings.Count(host, ":") == 1 {
+			o.err = configuration("TARGET", "%q is no host name: give one without a port, or use WithAddresses", host)
+		}
+		all := onHost(host)
+		o.addresses = &all
+	}
+}
+
+// WithAddresses says where each service is.
+func WithAddresses(addresses Addresses) Option {
+	return func(o *options) { o.addresses = &addresses }
+}
+
+// WithConnectionFile reads addresses, token and certificate from a file that `penstock up` or `penstock credentials` wrote.
+func WithConnectionFile(path string) Option {
+	return func(o *options) { o.file = path }
+}
+
+// WithToken sends a token with each call.
+func WithToken(token string) Option {
+	return func(o *options) {
+		if token == "" {
+			o.err = configuration("TOKEN", "The token that was given is empty")
+		}
+		o.token = token
+	}
+}
+
+// WithTLS speaks TLS.
+func WithTLS(files TLS) Option {
+	return func(o *options) { o.tls = &files }
+}
+
+// Connect makes a client of the services. What no option says is looked for in the environment
+// (PENSTOCK_DRIVER_ADDRESS and its like, PENSTOCK_TOKEN or PENSTOCK_TOKEN_FILE, PENSTOCK_CA_FILE), then in the
+// connection file of `penstock up`, then on loopback. It calls nobody: the first call tells whether somebody is there.
+//
+// Errors: ErrConfiguration, an address, the token or a file does not hold.
+func Connect(opts ...Option) (*Client, error) {
+	var said options
+	for _, option := range opts {
+		option(&said)
+	}
+	found, err := resolve(&said)
+	if err != nil {
+		return nil, err
+	}
+	dialing, err := dialOptions(found)
+	if err != nil {
+		return nil, err
+	}
+	c := &Client{services: map[string]*service{}}
+	for _, name := range services {
+		address := *found.addresses.of(name)
+		c.services[name] = &service{conn: nobody(name), peer: "the " + name + " service at " + address}
+		if address == "" {
+			continue
+		}
+		conn, err := grpc.NewClient(address, dialing...)
+		if err != nil {
+			return nil, errors.Join(configuration("TARGET", "The address of %s does not hold: %v", name, err), c.Close())
+		}
+		c.services[name].conn, c.connections = conn, append(c.connections, conn)
+	}
+	c.driver = driverv1.NewRolloutServiceClient(c.services["driver"].conn)
+	c.intercept = interceptionv1.NewInterceptServiceClient(c.services["interception"].conn)
+	c.inference = inferencev1.NewInferenceServiceClient(c.services["inference"].conn)
+	c.Rollouts, c.Groups, c.Inference = &Rollouts{c}, &Groups{c}, &Inference{c}
+	return c, nil
+}
+
+// Close closes the connections; calls that are open end. It may be called again.
+func (c *Client) Close() error {
+	var failures []error
+	c.closing.Do(func() {
+		for _, connection := range c.connections {
+			failures = append(failures, connection.Close())
+		}
+	})
+	return errors.Join(failures...)
+}
+
+// Conn is the connection to a service ("sandbox", "driver", "interception", "inference"), with its token and TLS, for
+// whatever of the generated clients this package does not wrap; FromRPC makes their errors this package's.
+func (c *Client) Conn(service string) grpc.ClientConnInterface {
+	found, ok := c.services[service]
+	if !ok {
+		return nowhere{configuration("TARGET", "There is no service %q: there are sandbox, driver, interception, inference", service)}
+	}
+	return found.conn
+}
+
+// nobody stands for a service that there is none of.
+func nobody(name string) nowhere {
+	if name == "inference" {
+		return nowhere{configuration("NO_INFERENCE",
+			"There is no inference service here: start one with `penstock up --model-dir DIR`")}
+	}
+	return nowhere{configuration("TARGET", "There is no %s service here: its address is empty", name)}
+}
+
+// nowhere answers every call with an error.
+type nowhere struct{ err error }
+
+func (n nowhere) Invoke(context.Context, string, any, any, ...grpc.CallOption) error { return n.err }
+
+func (n nowhere) NewStream(context.Context, *grpc.StreamDesc, string, ...grpc.CallOption) (grpc.ClientStream, error) {
+	return nil, n.err
+}
+
+// FromRPC is the *Error that an error of a generated client stands for; nil for nil.
+func FromRPC(ctx context.Context, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fromRPC(ctx, err, "the service")
+}
+
+func dialOptions(found *endpoints) ([]grpc.DialOption, error) {
+	secure := insecure.NewCredentials()
+	if found.tls != nil {
+		config, err := tlsConfig(found.tls)
+		if err != nil {
+			return nil, err
+		}
+		secure = credentials.NewTLS(config)
+	}
+	dialing := []grpc.DialOption{
+		grpc.WithTransportCredentials(secure),
+		grpc.WithNoProxy(),
+		grpc.WithDefaultCallOptions(
+			grpc.MaxCallRecvMsgSize(MaxMessageBytes), grpc.MaxCallSendMsgSize(MaxMessageBytes),
+		),
+		// The services allow a ping every 10 s; a dead peer is noticed in 40 s.
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{
+			Time: 30 * time.Second, Timeout: 10 * time.Second, PermitWithoutStream: true,
+		}),
+		grpc.WithConnectParams(grpc.ConnectParams{
+			Backoff: backoff.Config{
+				BaseDelay: 100 * time.Millisecond, Multiplier: 2, Jitter: 0.2, MaxDelay: 5 * time.Second,
+			},
+			MinConnectTimeout: 5 * time.Second,
+		}),
+	}
+	if found.token != "" {
+		dialing = append(dialing, grpc.WithPerRPCCredentials(bearer(found.token)))
+	}
+	return dialing, nil
+}
+
+// bearer sends a token. Where it may go in clear was checked when the endpoints were resolved.
+type bearer string
+
+func (b bearer) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{"authorization": "Bearer " + string(b)}, nil
+}
+
+func (bearer) RequireTransportSecurity() bool { return false }
+
+func tlsConfig(files *TLS) (*tls.Config, error) {
+	config := &tls.Config{MinVersion: tls.VersionTLS12}
+	if files.CA != "" {
+		pem, err := os.ReadFile(files.CA)
+		if err != nil {
+			return nil, configuration("TLS_FILE", "%s cannot be read: %v", files.CA, err)
+		}
+		config.RootCAs = x509.NewCertPool()
+		if !config.RootCAs.AppendCertsFromPEM(pem) {
+			return nil, configuration("TLS_FILE", "%s holds no certificate", files.CA)
+		}
+	}
+	if files.Cert != "" || files.Key != "" {
+		pair, err := tls.LoadX509KeyPair(files.Cert, files.Key)
+		if err != nil {
+			return nil, configuration("TLS_FILE", "%s and %s are no certificate with its key: %v", files.Cert, files.Key, err)
+		}
+		config.Certificates = []tls.Certificate{pair}
+	}
+	return config, nil
+}

@@ -1,0 +1,247 @@
+package penstock
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+)
+
+// Addresses are where the services are, host:port or unix:PATH each. Empty = there is no such service.
+type Addresses struct {
+	Sandbox, Driver, Interception, Inference string
+}
+
+// TLS are certificates, as PEM files: without CA the system's roots are trusted; Cert and Key are the client's own.
+type TLS struct {
+	CA, Cert, Key string
+}
+
+// The services' names, in the order of their default ports.
+var services = []string{"sandbox", "driver", "interception", "inference"}
+
+const firstPort = 7701
+
+func (a *Addresses) of(service string) *string {
+	switch service {
+	case "sandbox":
+		return &a.Sandbox
+	case "driver":
+		return &a.Driver
+	case "interception":
+		return &a.Interception
+	default:
+		return &a.Inference
+	}
+}
+
+// onHost has all services on one machine, which is named without a port.
+func onHost(host string) Addresses {
+	var all Addresses
+	for i, service := range services {
+		*all.of(service) = net.JoinHostPort(strings.Trim(host, "[]"), strconv.Itoa(firstPort+i))
+	}
+	return all
+}
+
+// endpoints are the addresses and how to call them. A token never travels to an address that it was not given for, nor in
+// clear beyond this machine.
+type endpoints struct {
+	addresses Addresses
+	token     string
+	tls       *TLS
+}
+
+// resolve finds the endpoints: what the caller says; the environment; the connection file; loopback.
+func resolve(said *options) (*endpoints, error) {
+	if said.err != nil {
+		return nil, said.err
+	}
+	if said.file != "" {
+		return readConnection(said.file, said.token, said.tls)
+	}
+	token, err := said.token, error(nil)
+	if token == "" {
+		if token, err = environmentToken(); err != nil {
+			return nil, err
+		}
+	}
+	tls := said.tls
+	if ca := os.Getenv("PENSTOCK_CA_FILE"); tls == nil && ca != "" {
+		tls = &TLS{CA: ca}
+	}
+	if said.addresses != nil {
+		return checked(&endpoints{*said.addresses, token, tls})
+	}
+	if found, any := environmentAddresses(); any {
+		return checked(&endpoints{found, token, tls})
+	}
+	file, err := connectionFile()
+	if err == nil && isLive(file) {
+		return readConnection(file, token, said.tls)
+	}
+	return checked(&endpoints{onHost("127.0.0.1"), token, tls})
+}
+
+func checked(found *endpoints) (*endpoints, error) {
+	if found.token != "" && !isToken(found.token) {
+		return nil, configuration("TOKEN", "A token must be printable ASCII, not blank and without whitespace around it")
+	}
+	for _, service := range services {
+		address := *found.addresses.of(service)
+		if address == "" {
+			continue
+		}
+		if !isAddress(address) {
+			return nil, configuration("TARGET", "The address of %s is not host:port: %q", service, address)
+		}
+		if found.token != "" && found.tls == nil && !isLocal(address) {
+			return nil, configuration("TOKEN_IN_CLEAR",
+				"A token is not sent in clear to %s: speak tls (WithTLS), or use an address on this machine.", address)
+		}
+	}
+	return found, nil
+}
+
+func configuration(reason, format string, arguments ...any) *Error {
+	return &Error{Kind: ErrConfiguration, Reason: reason, Message: fmt.Sprintf(format, arguments...)}
+}
+
+func environmentAddresses() (found Addresses, any bool) {
+	found = onHost("127.0.0.1")
+	for _, service := range services {
+		if value := os.Getenv("PENSTOCK_" + strings.ToUpper(service) + "_ADDRESS"); value != "" {
+			*found.of(service), any = value, true
+		}
+	}
+	return found, any
+}
+
+func environmentToken() (string, error) {
+	token, given := os.LookupEnv("PENSTOCK_TOKEN")
+	if given {
+		if token == "" {
+			return "", configuration("TOKEN", "PENSTOCK_TOKEN is empty: unset it, or give it a token")
+		}
+		return token, nil
+	}
+	file := os.Getenv("PENSTOCK_TOKEN_FILE")
+	if file == "" {
+		return "", nil
+	}
+	content, err := os.ReadFile(file)
+	if err != nil {
+		return "", configuration("TOKEN", "PENSTOCK_TOKEN_FILE names %s, which cannot be read: %v", file, err)
+	}
+	return strings.TrimSuffix(strings.TrimSuffix(string(content), "\n"), "\r"), nil
+}
+
+// connectionFile is where `penstock up` says how to reach what it started.
+func connectionFile() (string, error) {
+	if named := os.Getenv("PENSTOCK_CONNECTION"); named != "" {
+		return named, nil
+	}
+	base := os.Getenv("XDG_STATE_HOME")
+	if base == "" {
+		home, err := os.UserHomeDir()
+		if err != nil {
+			return "", err
+		}
+		base = filepath.Join(home, ".local", "state")
+	}
+	return filepath.Join(base, "penstock", "connection.json"), nil
+}
+
+type connection struct {
+	PID       *int               `json:"pid"`
+	Addresses map[string]*string `json:"addresses"`
+	Token     *string            `json:"token"`
+	CA        string             `json:"ca"`
+}
+
+// isLive tells whether the file is there and the stack that wrote it still runs: one that was killed leaves it behind.
+func isLive(file string) bool {
+	content, err := os.ReadFile(file)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false
+	}
+	var said connection
+	if err != nil || json.Unmarshal(content, &said) != nil || said.PID == nil {
+		return true // reading it again tells what is wrong, if anything
+	}
+	process, err := os.FindProcess(*said.PID)
+	if err != nil {
+		return false
+	}
+	return !errors.Is(process.Signal(syscall.Signal(0)), os.ErrProcessDone)
+}
+
+func readConnection(file, token string, tls *TLS) (*endpoints, error) {
+	info, err := os.Stat(file)
+	if err != nil {
+		return nil, configuration("CONNECTION_FILE", "%s cannot be read: %v", file, err)
+	}
+	if !isOursAlone(info) {
+		return nil, configuration("CONNECTION_FILE_OPEN",
+			"%s holds a token and must be yours alone: chmod 600 %s", file, file)
+	}
+	content, err := os.ReadFile(file)
+	if err != nil {
+		return nil, configuration("CONNECTION_FILE", "%s cannot be read: %v", file, err)
+	}
+	var said connection
+	if json.Unmarshal(content, &said) != nil || said.Addresses == nil {
+		return nil, configuration("CONNECTION_FILE",
+			"%s is no connection file: remove it, or start `penstock up` again", file)
+	}
+	found := &endpoints{onHost("127.0.0.1"), token, tls}
+	for _, service := range services {
+		if address := said.Addresses[service]; address != nil {
+			*found.addresses.of(service) = *address
+		}
+	}
+	if token == "" && said.Token != nil {
+		found.token = *said.Token
+	}
+	if tls == nil && said.CA != "" {
+		ca := said.CA
+		if !filepath.IsAbs(ca) {
+			ca = filepath.Join(filepath.Dir(file), ca)
+		}
+		found.tls = &TLS{CA: ca}
+	}
+	return checked(found)
+}
+
+func isToken(token string) bool {
+	for _, character := range token {
+		if character < ' ' || character > '~' {
+			return false
+		}
+	}
+	return token != "" && token == strings.TrimSpace(token)
+}
+
+func isAddress(address string) bool {
+	if path, is := strings.CutPrefix(address, "unix:"); is {
+		return path != ""
+	}
+	host, port, err := net.SplitHostPort(address)
+	number, bad := strconv.ParseUint(port, 10, 16)
+	return err == nil && bad == nil && number > 0 && host != "" && !strings.Contains(host, "/")
+}
+
+func isLocal(address string) bool {
+	host, _, err := net.SplitHostPort(address)
+	if strings.HasPrefix(address, "unix:") || err == nil && host == "localhost" {
+		return true
+	}
+	ip := net.ParseIP(host)
+	return ip != nil && ip.IsLoopback()
+}

@@ -1,0 +1,146 @@
+package penstock
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+func resolved(t *testing.T, opts ...Option) (*endpoints, *Error) {
+	t.Helper()
+	var said options
+	for _, option := range opts {
+		option(&said)
+	}
+	found, err := resolve(&said)
+	if err == nil {
+		return found, nil
+	}
+	var failure *Error
+	if !errors.As(err, &failure) || !errors.Is(err, ErrConfiguration) {
+		t.Fatalf("what is set up wrongly came as %v", err)
+	}
+	return nil, failure
+}
+
+// What the caller says comes before the environment, that before the connection file, that before loopback (R9).
+func TestEndpointsAreLookedForInAStatedOrder(t *testing.T) {
+	nowhereElse(t)
+	found, _ := resolved(t)
+	if found.addresses.Driver != "127.0.0.1:7702" || found.addresses.Inference != "127.0.0.1:7704" || found.token != "" {
+		t.Fatalf("by default %v", found)
+	}
+	folder := filepath.Join(os.Getenv("XDG_STATE_HOME"), "penstock")
+	if err := os.MkdirAll(folder, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	content := fmt.Sprintf(
+		`{"version": 1, "pid": %d, "token": "of-the-file", "ca": "ca.pem", "addresses": {"driver": "localhost:1", "inference": ""}}`,
+		os.Getpid(),
+	)
+	if err := os.WriteFile(filepath.Join(folder, "connection.json"), []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	found, _ = resolved(t)
+	if found.addresses.Driver != "localhost:1" || found.addresses.Inference != "" || found.token != "of-the-file" {
+		t.Fatalf("by the file %v", found)
+	}
+	if found.tls == nil || found.tls.CA != filepath.Join(folder, "ca.pem") {
+		t.Fatalf("its authority is %v", found.tls)
+	}
+	t.Setenv("PENSTOCK_DRIVER_ADDRESS", "[::1]:2")
+	t.Setenv("PENSTOCK_TOKEN_FILE", write(t, "of-a-file\n", 0o600))
+	found, _ = resolved(t)
+	if found.addresses.Driver != "[::1]:2" || found.token != "of-a-file" || found.tls != nil {
+		t.Fatalf("by the environment %v", found)
+	}
+	t.Setenv("PENSTOCK_TOKEN", "of-the-environment")
+	found, _ = resolved(t, WithHost("::1"))
+	if found.addresses.Sandbox != "[::1]:7701" || found.token != "of-the-environment" {
+		t.Fatalf("by the caller %v", found)
+	}
+	if found, _ = resolved(t, WithAddresses(Addresses{Driver: "unix:/s"}), WithToken("x")); found.token != "x" {
+		t.Fatalf("the caller's token is %s", found.token)
+	}
+}
+
+// The connection file of a stack that was killed is void.
+func TestAConnectionFileOfAProcessThatIsGoneIsPassedOver(t *testing.T) {
+	nowhereElse(t)
+	gone := exec.Command(os.Args[0], "-test.run=^$")
+	if err := gone.Run(); err != nil {
+		t.Fatal(err)
+	}
+	content := fmt.Sprintf(`{"pid": %d, "token": null, "addresses": {"driver": "localhost:1"}}`, gone.Process.Pid)
+	t.Setenv("PENSTOCK_CONNECTION", write(t, content, 0o600))
+	if found, _ := resolved(t); found.addresses.Driver != "127.0.0.1:7702" {
+		t.Fatalf("found was %v", found)
+	}
+}
+
+// A token stays where it belongs, and what does not hold is said in words with what to do (R1, R3, R9).
+func TestWhatDoesNotHoldIsRefusedBeforeAnythingIsSent(t *testing.T) {
+	nowhereElse(t)
+	driver := func(address string) Option { return WithAddresses(Addresses{Driver: address}) }
+	for _, refused := range []struct {
+		reason, told string
+		opts         []Option
+	}{
+		{"TOKEN_IN_CLEAR", "192.0.2.1:7701", []Option{WithHost("192.0.2.1"), WithToken("secret")}},
+		{"TOKEN", "empty", []Option{WithToken("")}},
+		{"TOKEN", "ASCII", []Option{WithToken("a b ")}},
+		{"TOKEN", "ASCII", []Option{WithToken("naïve")}},
+		{"TARGET", "no port", []Option{driver("no port")}},
+		{"TARGET", ":0", []Option{driver("localhost:0")}},
+		{"TARGET", ":70000", []Option{driver("localhost:70000")}},
+		{"TARGET", "WithAddresses", []Option{WithHost("localhost:7702")}},
+		{"CONNECTION_FILE", "/nowhere", []Option{WithConnectionFile("/nowhere")}},
+		{"CONNECTION_FILE", "penstock up", []Option{WithConnectionFile(write(t, "[]", 0o600))}},
+		{"CONNECTION_FILE_OPEN", "chmod 600", []Option{WithConnectionFile(write(t, "{}", 0o644))}},
+	} {
+		found, failure := resolved(t, refused.opts...)
+		if failure == nil {
+			t.Errorf("%s was taken: %v", refused.told, found)
+			continue
+		}
+		if failure.Reason != refused.reason || !strings.Contains(failure.Error(), refused.told) {
+			t.Errorf("%s, %q where %s was expected, and %q", failure.Reason, failure, refused.reason, refused.told)
+		}
+		if strings.Contains(failure.Error(), "secret") {
+			t.Errorf("it tells the token: %q", failure)
+		}
+	}
+	if _, err := Connect(WithTLS(TLS{CA: "/nowhere"})); !errors.Is(err, ErrConfiguration) {
+		t.Errorf("a certificate that is not there gave %v", err)
+	}
+	if _, err := Connect(WithTLS(TLS{CA: write(t, "none", 0o600)})); !errors.Is(err, ErrConfiguration) {
+		t.Errorf("a certificate that is none gave %v", err)
+	}
+}
+
+// A service that there is none of is said so by the first call.
+func TestAServiceThatIsNotThereIsNamed(t *testing.T) {
+	leakFree(t)
+	ps, err := Connect(WithAddresses(Addresses{Driver: "localhost:1"}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ps.Close()
+	var failure *Error
+	if _, err := ps.Inference.Info(bounded(t)); !errors.As(err, &failure) || failure.Reason != "NO_INFERENCE" {
+		t.Errorf("the inference service gave %v", err)
+	}
+	if _, err := ps.Inference.Generate(bounded(t), []int32{1}, nil, ""); !errors.Is(err, ErrConfiguration) {
+		t.Errorf("a generation gave %v", err)
+	}
+	if _, err := ps.Intercept(bounded(t), Selector{}); !errors.Is(err, ErrConfiguration) {
+		t.Errorf("a session gave %v", err)
+	}
+	if err := ps.Conn("kitchen").Invoke(bounded(t), "/x", nil, nil); !errors.Is(err, ErrConfiguration) {
+		t.Errorf("a service that was never heard of gave %v", err)
+	}
+}

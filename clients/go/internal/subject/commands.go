@@ -1,0 +1,307 @@
+package main
+
+import (
+	"context"
+	"encoding/hex"
+	"fmt"
+	"iter"
+
+	"penstock.example/penstock"
+	chatv1 "penstock.example/penstock/gen/chat/v1"
+	driverv1 "penstock.example/penstock/gen/driver/v1"
+)
+
+func (s *subject) carryOut(ctx context.Context, c *command) (object, error) {
+	switch c.Do {
+	case "connect":
+		return nil, s.connect(c)
+	case "abort":
+		cancel, err := one(s, s.waitingByName(), fmt.Sprint(c.Target))
+		if err == nil {
+			cancel(errAborted)
+		}
+		return nil, err
+	case "next_call":
+		return s.nextCall(ctx, c)
+	case "deliver", "deliver_text", "fail", "delegate", "release", "call_ended":
+		call, err := one(s, s.calls, c.CallID)
+		if err != nil {
+			return nil, err
+		}
+		return answerCall(ctx, call, c)
+	case "announce", "set_credits", "pause", "resume", "finish", "close_session":
+		session, err := one(s, s.sessions, c.Session)
+		if err != nil {
+			return nil, err
+		}
+		return steer(ctx, session, c)
+	}
+	ps, err := one(s, s.clients, c.Client)
+	if err != nil {
+		return nil, err
+	}
+	switch c.Do {
+	case "close":
+		return nil, ps.Close()
+	case "create_rollout":
+		rollout, err := ps.Rollouts.Create(ctx, c.Spec.message(), "")
+		if err != nil {
+			return nil, err
+		}
+		keep(s, s.rollouts, rollout.ID, rollout)
+		return object{"rollout_id": rollout.ID}, nil
+	case "create_group":
+		group, err := ps.Groups.Create(ctx, c.Spec.message(), c.N)
+		if err != nil {
+			return nil, err
+		}
+		keep(s, s.groups, group.ID, group)
+		return object{"group_id": group.ID, "rollout_ids": group.RolloutIDs}, nil
+	case "get_rollout":
+		info, err := ps.Rollouts.Get(ctx, c.RolloutID)
+		if err != nil {
+			return nil, err
+		}
+		labels := info.GetSpec().GetLabels()
+		if labels == nil {
+			labels = map[string]string{}
+		}
+		return object{"rollout_id": info.GetRolloutId(), "phase": word(info.GetPhase(), "PHASE_"), "labels": labels}, nil
+	case "list_rollouts":
+		ids := []string{}
+		for rollout, err := range ps.Rollouts.List(ctx, &driverv1.RolloutFilter{RunId: &c.RunID}) {
+			if err != nil {
+				return nil, err
+			}
+			ids = append(ids, rollout.GetRolloutId())
+		}
+		return object{"rollout_ids": ids}, nil
+	case "intercept":
+		return s.intercept(ctx, ps, c)
+	}
+	if c.GroupID != "" {
+		group, err := one(s, s.groups, c.GroupID)
+		if err != nil {
+			group, err = ps.Groups.Attach(ctx, c.GroupID)
+		}
+		if err != nil {
+			return nil, err
+		}
+		return s.ofGroup(ctx, group, c)
+	}
+	rollout, err := one(s, s.rollouts, c.RolloutID)
+	if err != nil {
+		rollout, err = ps.Rollouts.Attach(ctx, c.RolloutID)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return s.ofRollout(ctx, rollout, c)
+}
+
+func (s *subject) waitingByName() map[string]context.CancelCauseFunc {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	named := map[string]context.CancelCauseFunc{}
+	for id, cancel := range s.waiting {
+		named[fmt.Sprint(id)] = cancel
+	}
+	return named
+}
+
+func (s *subject) connect(c *command) error {
+	var opts []penstock.Option
+	switch {
+	case c.ConnectionFile != "":
+		opts = append(opts, penstock.WithConnectionFile(c.ConnectionFile))
+	case c.Host != "":
+		opts = append(opts, penstock.WithHost(c.Host))
+	default:
+		opts = append(opts, penstock.WithAddresses(penstock.Addresses{
+			Sandbox: c.Addresses["sandbox"], Driver: c.Addresses["driver"],
+			Interception: c.Addresses["interception"], Inference: c.Addresses["inference"],
+		}))
+	}
+	if c.Token != "" {
+		opts = append(opts, penstock.WithToken(c.Token))
+	}
+	if c.TLS != nil {
+		opts = append(opts, penstock.WithTLS(penstock.TLS{CA: c.TLS.CA}))
+	}
+	ps, err := penstock.Connect(opts...)
+	if err == nil {
+		keep(s, s.clients, c.Client, ps)
+	}
+	return err
+}
+
+func (s *subject) intercept(ctx context.Context, ps *penstock.Client, c *command) (object, error) {
+	opts := []penstock.SessionOption{penstock.WithCredits(c.Credits)}
+	if c.PolicyVersion != nil {
+		opts = append(opts, penstock.WithPolicyVersion(*c.PolicyVersion))
+	}
+	if c.Messages {
+		opts = append(opts, penstock.WithMessages())
+	}
+	session, err := ps.Intercept(ctx, penstock.Selector{RunID: c.RunID, GroupID: c.GroupID}, opts...)
+	if err != nil {
+		return nil, err
+	}
+	keep(s, s.sessions, c.Session, session)
+	s.serve(c.Session, session.Calls(s.whole))
+	return object{"session_id": session.ID()}, nil
+}
+
+// serve runs a loop over calls, from which next_call takes them one by one.
+func (s *subject) serve(name string, calls iter.Seq2[*penstock.Call, error]) {
+	given, whole := make(chan next), s.whole
+	keep(s, s.serving, name, (<-chan next)(given))
+	s.pumps.Add(1)
+	go func() {
+		defer s.pumps.Done()
+		defer close(given)
+		for call, err := range calls {
+			select {
+			case given <- next{call, err}:
+			case <-whole.Done():
+				return
+			}
+		}
+	}()
+}
+
+func (s *subject) nextCall(ctx context.Context, c *command) (object, error) {
+	calls, err := one(s, s.serving, c.Session)
+	if err != nil {
+		return nil, err
+	}
+	select {
+	case given, more := <-calls:
+		if !more {
+			return object{"end": true}, nil
+		}
+		if given.err != nil {
+			return nil, given.err
+		}
+		keep(s, s.calls, given.call.ID(), given.call)
+		return observedCall(given.call), nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+func answerCall(ctx context.Context, call *penstock.Call, c *command) (object, error) {
+	switch c.Do {
+	case "deliver":
+		ids, err := hex.DecodeString(c.TokenIDs)
+		if err != nil {
+			return nil, err
+		}
+		logprobs, err := hex.DecodeString(c.Logprobs)
+		if err != nil {
+			return nil, err
+		}
+		var version int64
+		if c.PolicyVersion != nil {
+			version = *c.PolicyVersion
+		}
+		completion, err := penstock.Sampled(penstock.TokenIDs(ids), penstock.Logprobs(logprobs), version)
+		if err != nil {
+			return nil, err
+		}
+		if c.PolicyVersion == nil {
+			completion.Span.Versions = nil // not known
+		}
+		if c.FinishReason != "" {
+			completion.FinishReason = chatv1.FinishReason(value(chatv1.FinishReason_value, "FINISH_REASON_", c.FinishReason))
+		}
+		return nil, call.Deliver(ctx, completion)
+	case "deliver_text":
+		return nil, call.Deliver(ctx, penstock.Injected(c.Text))
+	case "fail":
+		return nil, call.Fail(ctx, c.Reason, c.Message, c.Retriable)
+	case "delegate":
+		return nil, call.Delegate(ctx, nil)
+	case "release":
+		return nil, call.Release(ctx)
+	default:
+		select {
+		case <-call.Ended():
+			return object{"reason": call.EndReason()}, nil
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}
+
+func steer(ctx context.Context, session *penstock.Session, c *command) (object, error) {
+	switch c.Do {
+	case "announce":
+		session.Announce(*c.PolicyVersion)
+		return nil, nil
+	case "set_credits":
+		return nil, session.SetCredits(c.Calls)
+	case "pause":
+		open, err := session.Pause(ctx, "conformance", 0)
+		return object{"open_calls": open}, err
+	case "resume":
+		return nil, session.Resume(ctx)
+	case "finish":
+		session.Finish()
+		return nil, nil
+	default:
+		return nil, session.Close()
+	}
+}
+
+func (s *subject) ofGroup(ctx context.Context, group *penstock.Group, c *command) (object, error) {
+	switch c.Do {
+	case "results":
+		results, err := group.Results(ctx)
+		told := []object{}
+		for _, result := range results {
+			told = append(told, observedResult(result))
+		}
+		return object{"results": told}, err
+	case "serve":
+		s.serve(c.Session, group.Calls(s.whole, penstock.WithCredits(c.Credits)))
+		return nil, nil
+	case "cancel":
+		_, err := group.Cancel(ctx, c.Reason)
+		return nil, err
+	case "delete":
+		return nil, group.Delete(ctx)
+	default:
+		return nil, fmt.Errorf("there is no command %q for a group", c.Do)
+	}
+}
+
+func (s *subject) ofRollout(ctx context.Context, rollout *penstock.Rollout, c *command) (object, error) {
+	switch c.Do {
+	case "events":
+		sequences := []int64{}
+		for event, err := range rollout.Events(ctx, c.After) {
+			if err != nil {
+				return nil, err
+			}
+			sequences = append(sequences, event.GetSequence())
+		}
+		return object{"sequences": sequences}, nil
+	case "result":
+		result, err := rollout.Result(ctx)
+		if err != nil {
+			return nil, err
+		}
+		return observedResult(result), nil
+	case "serve":
+		s.serve(c.Session, rollout.Calls(s.whole, penstock.WithCredits(c.Credits)))
+		return nil, nil
+	case "cancel":
+		_, err := rollout.Cancel(ctx, c.Reason)
+		return nil, err
+	case "delete":
+		return nil, rollout.Delete(ctx)
+	default:
+		return nil, fmt.Errorf("there is no command %q for a rollout", c.Do)
+	}
+}

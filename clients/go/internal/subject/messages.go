@@ -1,0 +1,167 @@
+package main
+
+import (
+	"encoding/hex"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/structpb"
+
+	"penstock.example/penstock"
+	driverv1 "penstock.example/penstock/gen/driver/v1"
+	interceptionv1 "penstock.example/penstock/gen/interception/v1"
+	sandboxv1 "penstock.example/penstock/gen/sandbox/v1"
+)
+
+// spec is a rollout's, as cases write it.
+type spec struct {
+	TaskID           string            `json:"task_id"`
+	Instruction      string            `json:"instruction"`
+	Agent            string            `json:"agent"`
+	Files            map[string]string `json:"files"`
+	Setup            []string          `json:"setup"`
+	Verify           []string          `json:"verify"`
+	Reward           string            `json:"reward"`
+	RunID            *string           `json:"run_id"`
+	Labels           map[string]string `json:"labels"`
+	Options          map[string]any    `json:"options"`
+	Mode             string            `json:"mode"`
+	MaxCalls         *int32            `json:"max_calls"`
+	AgentTimeoutS    *float64          `json:"agent_timeout_s"`
+	MinPolicyVersion *int64            `json:"min_policy_version"`
+}
+
+func (s *spec) message() *driverv1.RolloutSpec {
+	task := &driverv1.Task{TaskId: s.TaskID, Instruction: s.Instruction, Setup: commands(s.Setup)}
+	for path, text := range s.Files {
+		task.Files = append(task.Files, &sandboxv1.SeedFile{Path: path, Content: []byte(text)})
+	}
+	if s.Verify != nil {
+		task.Verifier = &driverv1.Verifier{Commands: commands(s.Verify)}
+		if s.Reward == "file" {
+			task.Verifier.Reward = &driverv1.Verifier_RewardFile{RewardFile: &driverv1.RewardFile{}}
+		} else {
+			task.Verifier.Reward = &driverv1.Verifier_PassedShare{PassedShare: &driverv1.RewardPassedShare{}}
+		}
+	}
+	whole := &driverv1.RolloutSpec{
+		Task: task, Agent: &driverv1.AgentChoice{Name: s.Agent}, RunId: s.RunID, Labels: s.Labels,
+		Mode: interceptionv1.Mode(value(interceptionv1.Mode_value, "MODE_", s.Mode)),
+	}
+	if s.Options != nil {
+		options, err := structpb.NewStruct(s.Options)
+		if err != nil {
+			panic(fmt.Sprintf("what came as JSON is none: %v", err))
+		}
+		whole.Agent.Options = options
+	}
+	if s.MaxCalls != nil {
+		whole.Budgets = &interceptionv1.Budgets{MaxCalls: s.MaxCalls}
+	}
+	if s.AgentTimeoutS != nil {
+		agent := time.Duration(*s.AgentTimeoutS * float64(time.Second))
+		whole.Limits = &driverv1.Limits{Agent: durationpb.New(agent)}
+	}
+	if s.MinPolicyVersion != nil {
+		whole.Policy = &interceptionv1.PolicyVersionConstraint{MinVersion: s.MinPolicyVersion}
+	}
+	return whole
+}
+
+func commands(lines []string) []*sandboxv1.Command {
+	var all []*sandboxv1.Command
+	for _, line := range lines {
+		all = append(all, &sandboxv1.Command{Command: &sandboxv1.Command_Shell{Shell: line}})
+	}
+	return all
+}
+
+func observedCall(call *penstock.Call) object {
+	messages := []object{}
+	for _, message := range call.Message.GetMessages() {
+		var text strings.Builder
+		for _, part := range message.GetParts() {
+			text.WriteString(part.GetText().GetText())
+		}
+		messages = append(messages, object{"role": word(message.GetRole(), "ROLE_"), "text": text.String()})
+	}
+	return object{
+		"call_id": call.ID(), "rollout_id": call.RolloutID(), "index": call.Index(),
+		"prompt":       hex.EncodeToString(penstock.EncodeTokenIDs(call.PromptTokenIDs())),
+		"prompt_count": call.Message.GetPromptCount(), "max_tokens": call.Sampling().MaxTokens,
+		"lease_attempt": call.Message.GetLeaseAttempt(), "messages": messages,
+	}
+}
+
+func observedResult(result *penstock.Result) object {
+	told := object{
+		"rollout_id": result.Rollout.GetRolloutId(), "index": result.Rollout.GetIndex(),
+		"reward": nil, "failure": nil, "grade": nil,
+	}
+	if reward, graded := result.Reward(); graded {
+		told["reward"] = reward
+	}
+	if failure := result.Failure(); failure != nil {
+		told["failure"] = object{
+			"cause": word(failure.GetCause(), "FAILURE_CAUSE_"), "reason": failure.GetReason(),
+			"retriable": failure.GetRetriable(),
+		}
+	}
+	if result.Trajectory != nil {
+		told["grade"] = word(result.Trajectory.GetGrade(), "GRADE_")
+	}
+	samples := []object{}
+	for _, sample := range result.Samples() {
+		samples = append(samples, observedSample(sample))
+	}
+	told["samples"] = samples
+	return told
+}
+
+func observedSample(sample penstock.Sample) object {
+	mask := make([]byte, len(sample.LossMask))
+	for i, trained := range sample.LossMask {
+		if trained {
+			mask[i] = 1
+		}
+	}
+	versions, turns := [][]any{}, [][]any{}
+	for _, item := range sample.Message.GetVersions() {
+		versions = append(versions, []any{item.GetPolicyVersion(), item.GetStart(), item.GetEnd()})
+	}
+	for _, item := range sample.Message.GetTurns() {
+		turns = append(turns, []any{item.GetCallId(), item.GetStart(), item.GetEnd(), item.GetUntrainedReason()})
+	}
+	told := object{
+		"input_ids": hex.EncodeToString(penstock.EncodeTokenIDs(sample.InputIDs)),
+		"loss_mask": hex.EncodeToString(mask), "logprobs": nil, "versions": versions, "turns": turns,
+		"prompt_count": sample.Message.GetPromptCount(), "weight": sample.Message.GetWeight(),
+		"branch_class": word(sample.Message.GetBranchClass(), "CALL_CLASS_"), "truncated": sample.Message.GetTruncated(),
+	}
+	if sample.Logprobs != nil {
+		told["logprobs"] = hex.EncodeToString(penstock.EncodeLogprobs(sample.Logprobs))
+	}
+	return told
+}
+
+// word is a value of an enum as cases write it: `timeout` of FAILURE_CAUSE_TIMEOUT.
+func word(value fmt.Stringer, prefix string) string {
+	return strings.ToLower(strings.TrimPrefix(value.String(), prefix))
+}
+
+// value is the reverse; nothing is UNSPECIFIED.
+func value(values map[string]int32, prefix, word string) int32 {
+	known, ok := values[prefix+strings.ToUpper(word)]
+	if !ok && word != "" {
+		names := make([]string, 0, len(values))
+		for name := range values {
+			names = append(names, name)
+		}
+		slices.Sort(names)
+		panic(fmt.Sprintf("%q is none of %v", word, names))
+	}
+	return known
+}

@@ -1,0 +1,319 @@
+package penstock
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+
+	"google.golang.org/protobuf/proto"
+
+	interceptionv1 "penstock.example/penstock/gen/interception/v1"
+)
+
+const (
+	// MaxResultBytes is the largest result, as the protocol bounds a frame.
+	MaxResultBytes = 32 << 20
+	frameBytes     = 8 << 20
+)
+
+var rejectionKinds = map[interceptionv1.ResultRejected_Reason]Kind{
+	interceptionv1.ResultRejected_REASON_UNKNOWN_CALL:      ErrUnknownCall,
+	interceptionv1.ResultRejected_REASON_ALREADY_DELIVERED: ErrAlreadyDelivered,
+	interceptionv1.ResultRejected_REASON_CALL_ENDED:        ErrCallEnded,
+	interceptionv1.ResultRejected_REASON_NOT_LEASED:        ErrNotLeased,
+	interceptionv1.ResultRejected_REASON_INVALID:           ErrInvalidCompletion,
+	interceptionv1.ResultRejected_REASON_STALE_POLICY:      ErrStalePolicy,
+}
+
+// leases are the calls that a session holds and the results that are under way. It knows no stream: session.go moves the
+// frames.
+//
+// Invariants: a call is handed out once, also when it is leased to the session anew, and its result goes out under the
+// newest lease; a result stays until the gate accepted or rejected it, and is sent again after every break, which the
+// gate takes as the repeat that it is; what is held is in memory only as long as it is held.
+type leases struct {
+	wake chan<- struct{} // told whenever there is something to send; holds one token
+
+	mu       sync.Mutex
+	held     map[string]*held
+	unsent   []string // ids in the order of their answers
+	inbox    []*Call
+	finished bool
+	over     *Error
+	changed  chan struct{} // closed and made anew when inbox, finished or over change
+}
+
+// held is a call that is leased to the session; result and accepted are set while an answer is under way.
+type held struct {
+	call     *Call
+	leaseID  string
+	result   *interceptionv1.CallResult
+	accepted chan error // room for one
+}
+
+func newLeases(wake chan<- struct{}) *leases {
+	return &leases{wake: wake, held: map[string]*held{}, changed: make(chan struct{})}
+}
+
+// next is the oldest call that nobody took; nil, with what the session ended with if anything, when there are no more.
+func (l *leases) next(ctx context.Context) (*Call, error) {
+	for {
+		l.mu.Lock()
+		for len(l.inbox) > 0 {
+			call := l.inbox[0]
+			l.inbox = l.inbox[1:]
+			if call.EndReason() == "" {
+				l.mu.Unlock()
+				return call, nil
+			}
+		}
+		finished, over, changed := l.finished, l.over, l.changed
+		l.mu.Unlock()
+		switch {
+		case over != nil:
+			return nil, over
+		case finished:
+			return nil, nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return nil, fromRPC(ctx, ctx.Err(), "")
+		}
+	}
+}
+
+// finish has no more calls handed out than have come.
+func (l *leases) finish() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.finished = true
+	l.tell()
+}
+
+// answer puts a result under way; the channel gives nil when the gate accepted it, else why not.
+func (l *leases) answer(result *interceptionv1.CallResult) (<-chan error, error) {
+	if size := proto.Size(result); size > MaxResultBytes {
+		return nil, &Error{
+			Kind: ErrInvalidCompletion, Reason: "RESULT_TOO_LARGE",
+			Message: fmt.Sprintf("A result has at most %d bytes, not %d", MaxResultBytes, size),
+		}
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.over != nil {
+		return nil, l.over
+	}
+	item := l.held[result.GetCallId()]
+	if item == nil {
+		return nil, &Error{
+			Kind: ErrCallEnded, Reason: "CALL_ENDED",
+			Message: fmt.Sprintf("Call %s needs no answer any more", result.GetCallId()),
+		}
+	}
+	if item.accepted != nil {
+		return nil, &Error{
+			Kind: ErrAlreadyDelivered, Reason: "ANSWER_UNDER_WAY",
+			Message: fmt.Sprintf("Call %s is being answered already", result.GetCallId()),
+		}
+	}
+	result.LeaseId = item.leaseID
+	item.result, item.accepted = result, make(chan error, 1)
+	l.unsent = append(l.unsent, result.GetCallId())
+	l.nudge()
+	return item.accepted, nil
+}
+
+// callIDs are the calls that are here and not over.
+func (l *leases) callIDs() []string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	ids := make([]string, 0, len(l.held))
+	for id := range l.held {
+		ids = append(ids, id)
+	}
+	return ids
+}
+
+// leased takes a call that the gate leased: a new one is handed out, one that is held gets its new lease.
+func (l *leases) leased(message *interceptionv1.ModelCall) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	item := l.held[message.GetCallId()]
+	if item == nil {
+		call := newCall(message, l)
+		l.held[message.GetCallId()] = &held{call: call, leaseID: message.GetLeaseId()}
+		l.inbox = append(l.inbox, call)
+		l.tell()
+		return
+	}
+	item.leaseID = message.GetLeaseId()
+	if item.result != nil {
+		// A copy: the frame that has the old one may be on its way into the stream.
+		item.result = proto.Clone(item.result).(*interceptionv1.CallResult)
+		item.result.LeaseId = message.GetLeaseId()
+		l.send(message.GetCallId())
+	}
+}
+
+// accepted: a result is on the gate's disk.
+func (l *leases) accepted(id string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if item := l.held[id]; item != nil {
+		l.forget(item, "ANSWERED", nil)
+	}
+}
+
+// rejected: a result was not taken; the call may be answered again where it is still leased.
+func (l *leases) rejected(message *interceptionv1.ResultRejected) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	item := l.held[message.GetCallId()]
+	if item == nil {
+		return
+	}
+	failure := rejection(message)
+	if !failure.AnswerAgain() || item.call.EndReason() != "" {
+		l.forget(item, failure.Reason, failure)
+		return
+	}
+	accepted := item.accepted
+	item.result, item.accepted = nil, nil
+	l.unsent = slices.DeleteFunc(l.unsent, func(id string) bool { return id == message.GetCallId() })
+	if accepted != nil {
+		accepted <- failure
+	}
+}
+
+// cancelled: calls need no answer any more. An answer that is under way gets its own verdict from the gate.
+func (l *leases) cancelled(reason string, which func(*Call) bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.cancel(reason, which)
+}
+
+func (l *leases) cancel(reason string, which func(*Call) bool) {
+	for _, item := range l.held {
+		switch {
+		case !which(item.call):
+		case item.result == nil:
+			l.forget(item, reason, nil)
+		default:
+			item.call.end(reason)
+		}
+	}
+}
+
+// takenUp: a new stream stands, and what was not acknowledged is sent again. kept are the calls that are still leased to
+// the session; where it was not resumed the gate forgot it, and leases them anew.
+func (l *leases) takenUp(resumed bool, kept []string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.unsent = nil
+	for id, item := range l.held {
+		if item.result != nil {
+			l.send(id)
+		}
+	}
+	if resumed {
+		l.cancel("LEASE_LOST", func(c *Call) bool {
+			return l.held[c.ID()].result == nil && !slices.Contains(kept, c.ID())
+		})
+	}
+}
+
+// results wait to be sent, as many as there are up to a bound in bytes; nil where there are none.
+func (l *leases) results() *interceptionv1.Results {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	frame, size := &interceptionv1.Results{}, 0
+	for len(l.unsent) > 0 {
+		result := l.held[l.unsent[0]].result
+		size += proto.Size(result)
+		if len(frame.Results) > 0 && size > frameBytes {
+			break
+		}
+		l.unsent = l.unsent[1:]
+		frame.Results = append(frame.Results, result)
+	}
+	if len(frame.Results) == 0 {
+		return nil
+	}
+	return frame
+}
+
+// end: nothing comes or goes any more, and whoever waits is told.
+func (l *leases) end(failure *Error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.over != nil {
+		return
+	}
+	l.over = failure
+	for _, item := range l.held {
+		l.forget(item, "SESSION_ENDED", failure)
+	}
+	l.tell()
+}
+
+// forget ends a call and tells whoever waits for its answer to be accepted.
+func (l *leases) forget(item *held, reason string, verdict error) {
+	id := item.call.ID()
+	delete(l.held, id)
+	l.unsent = slices.DeleteFunc(l.unsent, func(other string) bool { return other == id })
+	item.call.end(reason)
+	if item.accepted != nil {
+		item.accepted <- verdict
+	}
+}
+
+func (l *leases) send(id string) {
+	if !slices.Contains(l.unsent, id) {
+		l.unsent = append(l.unsent, id)
+	}
+	l.nudge()
+}
+
+func (l *leases) nudge() {
+	select {
+	case l.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (l *leases) tell() {
+	close(l.changed)
+	l.changed = make(chan struct{})
+}
+
+// end marks a call as over. Only leases call it, which hold their lock.
+func (c *Call) end(reason string) {
+	select {
+	case <-c.ended:
+	default:
+		c.why = reason
+		close(c.ended)
+	}
+}
+
+func rejection(message *interceptionv1.ResultRejected) *Error {
+	reason := strings.TrimPrefix(message.GetReason().String(), "REASON_")
+	failure := &Error{Kind: rejectionKinds[message.GetReason()], Reason: reason, Message: message.GetMessage()}
+	if failure.Kind == "" {
+		failure.Kind = ErrRejected
+	}
+	if failure.Message == "" {
+		failure.Message = "The gate refused the result: " + reason
+	}
+	for _, text := range message.GetViolations() {
+		field, description, found := strings.Cut(text, ": ")
+		if !found {
+			field, description = "completion", text
+		}
+		failure.Violations = append(failure.Violations, Violation{field, description})
+	}
+	return failure
+}

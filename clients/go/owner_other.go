@@ -1,0 +1,8 @@
+//go:build !unix
+
+package penstock
+
+import "io/fs"
+
+// isOursAlone cannot be told by a file's mode on this system.
+func isOursAlone(fs.FileInfo) bool { return true }

@@ -1,0 +1,97 @@
+package penstock
+
+import (
+	"context"
+
+	"google.golang.org/protobuf/proto"
+
+	interceptionv1 "penstock.example/penstock/gen/interception/v1"
+)
+
+// pauses is what a session wants of the flow of its calls, and what it asked of the gate and is not answered yet. The
+// session's lock guards it; nil stands for calls that flow.
+//
+// The gate answers in the order in which it was asked, and says once more that calls flow when a pause runs out. So an
+// answer belongs to the oldest question if it is of its kind, and what is wanted ends only when nothing is asked any more.
+type pauses struct {
+	wanted *interceptionv1.PauseCalls
+	asked  []asked
+}
+
+type asked struct {
+	pause  *interceptionv1.PauseCalls
+	answer *promise
+}
+
+// ask gives what will be the answer, and whether the gate is to be asked. It joins whoever asked the same last: only the
+// newest question says what holds in the end.
+func (p *pauses) ask(pause *interceptionv1.PauseCalls) (*promise, bool) {
+	p.wanted = pause
+	if last := len(p.asked) - 1; last >= 0 && proto.Equal(p.asked[last].pause, pause) {
+		return p.asked[last].answer, false
+	}
+	answer := newPromise()
+	p.asked = append(p.asked, asked{pause, answer})
+	return answer, true
+}
+
+// takenUp is what a gate is to be told that may not have heard it, or has forgotten it.
+func (p *pauses) takenUp(resumed bool) []*interceptionv1.PauseCalls {
+	var told []*interceptionv1.PauseCalls
+	for _, question := range p.asked {
+		told = append(told, question.pause)
+	}
+	if told == nil && !resumed && p.wanted != nil {
+		told = append(told, p.wanted)
+	}
+	return told
+}
+
+// paused: the gate says that a pause is in force.
+func (p *pauses) paused(openCalls int32) { p.answered(true, openCalls) }
+
+// resumed: the gate says that calls flow; it was asked to, or a pause ran out.
+func (p *pauses) resumed() {
+	p.answered(false, 0)
+	if len(p.asked) == 0 {
+		p.wanted = nil
+	}
+}
+
+// end: nothing will be answered any more.
+func (p *pauses) end(failure error) {
+	for _, question := range p.asked {
+		question.answer.settle(0, failure)
+	}
+	p.asked = nil
+}
+
+func (p *pauses) answered(isPause bool, openCalls int32) {
+	if len(p.asked) > 0 && (p.asked[0].pause != nil) == isPause {
+		p.asked[0].answer.settle(openCalls, nil)
+		p.asked = p.asked[1:]
+	}
+}
+
+// promise is what the gate will say of a frame.
+type promise struct {
+	done  chan struct{}
+	calls int32
+	err   error
+}
+
+func newPromise() *promise { return &promise{done: make(chan struct{})} }
+
+func (p *promise) settle(calls int32, err error) {
+	p.calls, p.err = calls, err
+	close(p.done)
+}
+
+func (p *promise) wait(ctx context.Context) (int32, error) {
+	select {
+	case <-p.done:
+		return p.calls, p.err
+	case <-ctx.Done():
+		return 0, fromRPC(ctx, ctx.Err(), "")
+	}
+}

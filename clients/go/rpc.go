@@ -1,0 +1,162 @@
+package penstock
+
+import (
+	"context"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"time"
+
+	"google.golang.org/grpc"
+)
+
+const (
+	attempts = 5
+	// No attempt is begun later than this: whoever asks hears soon that a service is away.
+	patience = 10 * time.Second
+	// How long a wait or a watch that broke is taken up again, without any sign of the service.
+	watchPatience = time.Minute
+	callTimeout   = 30 * time.Second
+	createTimeout = 2 * time.Minute
+	cancelTimeout = 2 * time.Minute
+)
+
+// service is one service as the client sees it.
+type service struct {
+	conn grpc.ClientConnInterface
+	peer string // for people
+}
+
+type method[Q, A any] func(context.Context, Q, ...grpc.CallOption) (A, error)
+
+// call is one unary call, with so much time for each attempt. One that is repeatable (a read, or a create with a request
+// id) is tried again while the service is away, for ten seconds at most.
+func call[Q, A any](
+	ctx context.Context, s *service, m method[Q, A], request Q, timeout time.Duration, repeatable bool,
+) (A, error) {
+	var wait delays
+	until := time.Now().Add(patience)
+	for attempt := 1; ; attempt++ {
+		bounded, cancel := context.WithTimeout(ctx, timeout)
+		answer, err := m(bounded, request)
+		cancel()
+		if err == nil {
+			return answer, nil
+		}
+		failure := fromRPC(ctx, err, s.peer)
+		if !repeatable || failure.Kind != ErrUnavailable || attempt == attempts {
+			return answer, failure
+		}
+		delay := wait.next(failure)
+		if time.Now().Add(delay).After(until) {
+			return answer, failure
+		}
+		if err := sleep(ctx, delay); err != nil {
+			return answer, fromRPC(ctx, err, s.peer)
+		}
+	}
+}
+
+type receiver[A any] interface {
+	Recv() (A, error)
+}
+
+// collect gives the messages of a short server stream; it is asked for again, from its beginning, while the service is away.
+func collect[Q, A any, R receiver[A]](
+	ctx context.Context, s *service, m func(context.Context, Q, ...grpc.CallOption) (R, error), request Q,
+	timeout time.Duration,
+) ([]A, error) {
+	read := func(ctx context.Context, request Q, _ ...grpc.CallOption) (all []A, err error) {
+		err = receive(ctx, m, request, func(message A) bool {
+			all = append(all, message)
+			return true
+		})
+		return all, err
+	}
+	return call(ctx, s, read, request, timeout, true)
+}
+
+// receive hands the messages of a server stream on until it ends or `each` says that it is enough; nil is a good end.
+func receive[Q, A any, R receiver[A]](
+	ctx context.Context, m func(context.Context, Q, ...grpc.CallOption) (R, error), request Q, each func(A) bool,
+) error {
+	ctx, cancel := context.WithCancel(ctx) // leaving early ends the call
+	defer cancel()
+	stream, err := m(ctx, request)
+	if err != nil {
+		return err
+	}
+	for {
+		message, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if !each(message) {
+			return nil
+		}
+	}
+}
+
+// delays grow between attempts: 0.1 s, doubled up to 5 s, each drawn from its upper half. The zero value is ready.
+type delays struct{ attempt int }
+
+// next says how long to wait; a service's own wish is honoured.
+func (d *delays) next(failure *Error) time.Duration {
+	ceiling := min(5*time.Second, 100*time.Millisecond<<min(d.attempt, 10))
+	d.attempt++
+	delay := ceiling/2 + rand.N(ceiling/2)
+	if failure != nil {
+		delay = max(delay, failure.RetryAfter)
+	}
+	return delay
+}
+
+func (d *delays) reset() { d.attempt = 0 }
+
+// sleep waits, or gives the context's error when that is over first.
+func sleep(ctx context.Context, delay time.Duration) error {
+	timer := time.NewTimer(delay)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// watching bounds how long a watch that breaks is taken up again: a minute without any sign of the service.
+type watching struct {
+	wait delays
+	seen time.Time
+}
+
+func newWatching() *watching { return &watching{seen: time.Now()} }
+
+func (w *watching) sign() {
+	w.wait.reset()
+	w.seen = time.Now()
+}
+
+// pause waits before the next attempt; it gives `failure` back where trying again is no use or it is enough.
+func (w *watching) pause(ctx context.Context, failure *Error) error {
+	if failure.Kind != ErrUnavailable || time.Since(w.seen) > watchPatience {
+		return failure
+	}
+	if err := sleep(ctx, w.wait.next(failure)); err != nil {
+		return fromRPC(ctx, err, "")
+	}
+	return nil
+}
+
+// judge takes what one attempt ended with: nil where it may go on, or answered.
+func (w *watching) judge(ctx context.Context, err error) error {
+	if err == nil {
+		w.sign()
+		return nil
+	}
+	return w.pause(ctx, fromRPC(ctx, err, ""))
+}

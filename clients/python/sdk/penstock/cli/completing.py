@@ -1,0 +1,81 @@
+"""What a shell completes beside commands and options: agents, rollouts, groups and files, asked of the services.
+
+Invariants: it is silent and takes two seconds at most; services that do not run complete nothing. A shell evaluates
+what it completes (zsh's `_arguments` does), and a file's or a rollout's name is anybody's: what does not consist of
+harmless letters alone is left out, never escaped.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Final
+
+from penstock.client import Penstock, PenstockError, connect
+
+_PATIENCE_S: Final = 2.0
+_MOST: Final = 200
+"""Candidates; a shell shows no more at once, and the newest come first."""
+_HARMLESS: Final = re.compile(r"[A-Za-z0-9._:/@+=,-]+")
+"""What no shell reads as anything but itself, quoted, unquoted, or evaluated twice."""
+
+
+def agent_names(incomplete: str) -> list[str]:
+    """Agents that can be run."""
+    return _asked(_agents, incomplete)
+
+
+def rollout_ids(incomplete: str) -> list[str]:
+    """Rollouts, newest first."""
+    return _asked(_rollouts, incomplete)
+
+
+def group_ids(incomplete: str) -> list[str]:
+    """Groups, newest first."""
+    return _asked(_groups, incomplete)
+
+
+def recordings(incomplete: str) -> list[str]:
+    """Rollouts, and files and directories that may hold some."""
+    place = Path(incomplete)
+    folder, start = (place, "") if not incomplete or incomplete.endswith("/") else (place.parent, place.name)
+    try:
+        found = [path for path in folder.iterdir() if path.name.startswith(start) and not path.name.startswith(".")]
+    except OSError:
+        found = []
+    files = [f"{path}/" if path.is_dir() else str(path) for path in sorted(found)]
+    offered = [name for name in files if name.startswith(incomplete) and _HARMLESS.fullmatch(name)]
+    return [*rollout_ids(incomplete), *offered][:_MOST]
+
+
+def _asked(source: Callable[[Penstock], AsyncGenerator[str, None]], incomplete: str) -> list[str]:
+    async def ask() -> list[str]:
+        found: list[str] = []
+        async with asyncio.timeout(_PATIENCE_S), connect() as ps, aclosing(source(ps)) as names:
+            async for name in names:
+                if name.startswith(incomplete) and _HARMLESS.fullmatch(name):
+                    found.append(name)
+                if len(found) == _MOST:
+                    break
+        return found
+
+    try:
+        return asyncio.run(ask())
+    except (PenstockError, TimeoutError, OSError):
+        return []  # a shell's line is no place for an error
+
+
+async def _agents(ps: Penstock) -> AsyncGenerator[str, None]:
+    async for agent in ps.agents.list():
+        yield agent.name
+
+
+async def _rollouts(ps: Penstock) -> AsyncGenerator[str, None]:
+    async for rollout in ps.rollouts.list():
+        yield rollout.rollout_id
+
+
+async def _groups(ps: Penstock) -> AsyncGenerator[str, None]:
+    async for group in ps.groups.list():
+        yield group.group_id

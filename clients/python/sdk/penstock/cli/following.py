@@ -1,0 +1,140 @@
+"""Watching rollouts through breaks: the one place where the command line and the driver exchange what changes.
+
+Invariants: after a break everything is asked anew, with the connection as it is then (services that were started again
+have other addresses and tokens); only what no waiting mends ends it. A person waits also for what was never there, a
+program is told.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.client import (
+    ConfigurationError,
+    InvalidArgument,
+    NotFound,
+    Penstock,
+    PenstockError,
+    Unavailable,
+    Unsupported,
+    connect,
+)
+from penstock.client.endpoints import Endpoints, of_state_dir
+from penstock.client.errors import PermissionDenied, Unauthenticated
+from penstock.client.results import RolloutChanges, RolloutSummary
+from penstock.client.rpc import Backoff
+
+_LASTING = (InvalidArgument, NotFound, Unsupported)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which rollouts are watched, and where."""
+
+    run_id: str | None = None
+    group_id: str | None = None
+    task_id: str | None = None
+    agent: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    ended_limit: int = 1000
+    """Of those that have ended already, the newest."""
+    state_dir: Path | None = None
+
+    def __str__(self) -> str:
+        given = {"run": self.run_id, "group": self.group_id, "task": self.task_id, "agent": self.agent, **self.labels}
+        return ", ".join(f"{name} {value}" for name, value in given.items() if value) or "all rollouts"
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """The driver answers; everything anew follows."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """The driver does not answer, in words; it is tried again."""
+
+    message: str
+
+
+async def follow(chosen: Chosen, *, waits: bool = True) -> AsyncGenerator[RolloutChanges | Connected | Trouble, None]:
+    """What changes among the chosen rollouts, for ever.
+
+    Args:
+        chosen: which.
+        waits: also for a driver that has not answered yet; False = what comes before its first answer is raised.
+
+    Raises:
+        PenstockError: what no waiting mends: a wrong filter, an older driver, a connection that was never there.
+    """
+    backoff = Backoff()
+    seen = False
+    while True:
+        error: PenstockError = Unavailable("The driver ended the stream", reason="STREAM_ENDED")
+        try:
+            async with connect(_endpoints(chosen)) as ps, aclosing(_changes(ps, chosen)) as changes:
+                told = False
+                async for change in changes:
+                    if not told:
+                        backoff.reset()
+                        seen = told = True
+                        yield Connected(ps.endpoints.driver)
+                    yield change
+        except _LASTING:
+            raise
+        except ConfigurationError as wrong:
+            if not seen:
+                raise
+            error = wrong
+        except PenstockError as broken:
+            if not (seen or waits):
+                raise
+            error = broken
+        yield Trouble(_words(error))
+        await asyncio.sleep(backoff.next(error))
+
+
+async def once(chosen: Chosen) -> RolloutChanges:
+    """The chosen rollouts as they stand now.
+
+    Raises:
+        PenstockError: whatever came in the way.
+    """
+    found: list[RolloutSummary] = []
+    async with connect(_endpoints(chosen)) as ps, aclosing(_changes(ps, chosen)) as changes:
+        async for change in changes:
+            found += change.rollouts
+            if change.complete:
+                break
+    return RolloutChanges(tuple(found), complete=True)
+
+
+def _endpoints(chosen: Chosen) -> Endpoints | None:
+    if chosen.state_dir is None:
+        return None
+    found = of_state_dir(chosen.state_dir)
+    if found is None:
+        what = f"No services run in {chosen.state_dir}: `penstock up --state-dir {chosen.state_dir}` starts them"
+        raise Unavailable(what, reason="STACK_NOT_RUNNING")
+    return found
+
+
+def _changes(ps: Penstock, chosen: Chosen) -> AsyncGenerator[RolloutChanges, None]:
+    return ps.rollouts.watch(
+        run_id=chosen.run_id,
+        group_id=chosen.group_id,
+        labels=chosen.labels,
+        task_id=chosen.task_id,
+        agent=chosen.agent,
+        ended_limit=chosen.ended_limit,
+    )
+
+
+def _words(error: PenstockError) -> str:
+    if isinstance(error, Unauthenticated | PermissionDenied):
+        return f"the token does not hold ({error.message}); is PENSTOCK_TOKEN of the services that run now?"
+    return error.message

@@ -1,0 +1,129 @@
+"""How a rollout ended, as it looks on a terminal: outcome and reward, its calls, phases, branches and changed files."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.console import clean, columns, counted, quoted
+from penstock.client import Failure, Outcome, Phase, Reward, Trajectory
+from penstock.client.recordings import Recording
+from penstock.client.results import Changes
+
+_BAR: Final = 30
+
+
+def outcome(result: Outcome) -> RenderableType:
+    """How it ended, in one or two lines."""
+    if result.failure is None:
+        line = Text("completed", style="bold green")
+    else:
+        failure = result.failure
+        line = Text.assemble(
+            (clean(f"failed: {failure.reason}"), "bold red"),
+            f" ({_blame(failure)}{', may be tried again' if failure.retriable else ''})  ",
+            quoted(failure.message, lines=6),
+        )
+    if result.reward is None:
+        return Text.assemble(line, ("   not graded", "dim"))
+    reward = result.reward
+    scale = f" of {reward.range_min:g} to {reward.range_max:g}{_components(reward)}"
+    return Text.assemble(line, "   reward ", (f"{reward.value:g}", "bold"), (scale, "dim"))
+
+
+def _components(reward: Reward) -> str:
+    return "".join(f"  {clean(name)} {value:g}" for name, value in reward.components.items())
+
+
+def _blame(failure: Failure) -> str:
+    """The kind of failure, and who caused it where that says more."""
+    return f"{failure.cause} of {failure.caused_by}" if failure.cause == "infrastructure" else str(failure.cause)
+
+
+def calls(trajectory: Trajectory) -> Table:
+    """A row per model call."""
+    table = columns(
+        ("call", "right"), "class", ("prompt", "right"), ("reused", "right"), ("sampled", "right"),
+        "finish", "answered by", ("version", "right"), ("seconds", "right"),
+    )  # fmt: skip
+    for call in trajectory.calls:
+        completion = call.completion
+        waited = (
+            f"{(call.end_time - call.receive_time).total_seconds():.2f}" if call.end_time and call.receive_time else ""
+        )
+        table.add_row(
+            str(call.index),
+            _told(call.call_class),
+            str(call.prompt_count or ""),
+            str(call.prompt_shared_count or ""),
+            str(call.sampled_count or ""),
+            _told(str(completion.finish_reason)) if completion is not None else call.end_reason or call.state,
+            _told(call.answerer),
+            "" if completion is None or completion.policy_version is None else str(completion.policy_version),
+            waited,
+        )
+    return table
+
+
+def _told(word: str) -> str:
+    """A word of an enum; nothing where nothing was said."""
+    return "" if word == "unspecified" else word
+
+
+def totals(trajectory: Trajectory) -> str:
+    """Tokens in all and how far they may be trusted."""
+    prompt = sum(call.prompt_count for call in trajectory.calls)
+    sampled = sum(call.sampled_count for call in trajectory.calls)
+    trainable = sum(int(sample.loss_mask.sum()) for sample in trajectory.samples)
+    return (
+        f"{counted(len(trajectory.calls), 'call')}, {prompt} prompt and {sampled} sampled tokens;"
+        f" {counted(len(trajectory.samples), 'sample')} with {counted(trainable, 'trainable token')};"
+        f" capture {trajectory.capture_level}, grade {trajectory.grade}"
+    )
+
+
+def ended(recording: Recording) -> RenderableType:
+    """How a recorded rollout ended, as far as the recording knows."""
+    if recording.outcome is not None:
+        return outcome(recording.outcome)
+    if recording.failure is not None:
+        reason, cause, party = recording.failure
+        line = Text.assemble((clean(f"failed: {reason}"), "bold red"), clean(f" ({cause} of {party or '?'})"))
+    elif recording.rollout is not None:
+        return Text(f"not over: {recording.rollout.phase.value.replace('_', ' ')}", style="bold cyan")
+    else:
+        line = Text("completed", style="bold green")
+    if recording.reward is not None:
+        parts = _components(recording.reward)
+        return Text.assemble(line, "   reward ", (f"{recording.reward.value:g}", "bold"), (parts, "dim"))
+    return Text.assemble(line, ("   not graded" if recording.graded_known else "   the file has no reward", "dim"))
+
+
+def phases(times: Mapping[Phase, float]) -> Table:
+    """Where the time went."""
+    table = columns("phase", ("seconds", "right"), "")
+    whole = sum(times.values()) or 1.0
+    for phase, seconds in times.items():
+        bar = "\N{FULL BLOCK}" * round(_BAR * seconds / whole)
+        table.add_row(phase.value.replace("_", " "), f"{seconds:.2f}", Text(bar or "\N{LEFT ONE EIGHTH BLOCK}", "cyan"))
+    return table
+
+
+def changes(taken: Changes) -> Iterator[RenderableType]:
+    """What a fresh fork took over of the agent's work."""
+    what = f"{counted(taken.entries, 'path')} changed ({taken.size_bytes} bytes), {taken.removed} removed"
+    yield Text(f"  the agent's work: {what}, {taken.left_out} left out", style="dim")
+    for path in taken.left_out_paths:
+        yield Text(clean(f"    left out: {path}"), style="dim")
+
+
+def branches(recording: Recording) -> Table:
+    """The paths through the calls."""
+    table = columns("class", "calls", ("shared tokens", "right"), "why")
+    numbers = {turn.call_id: turn.index for turn in recording.turns}
+    for branch in recording.branches:
+        calls = ", ".join(str(numbers[call]) for call in branch.call_ids if call in numbers)
+        table.add_row(Text(clean(branch.branch_class)), calls, str(branch.shared_count), Text(clean(branch.reason)))
+    return table

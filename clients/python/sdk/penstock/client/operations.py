@@ -1,0 +1,230 @@
+"""How the services fare: `ps.operations`."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.client.endpoints import ServiceName
+from penstock.client.errors import NotFound
+from penstock.client.rpc import Service
+from penstock.client.wire import duration
+from penstock.driver.v1 import (
+    rollout_service_pb2,
+    rollout_service_pb2_grpc,
+    terminal_service_pb2,
+    terminal_service_pb2_grpc,
+)
+from penstock.ops.v1 import operations_service_pb2 as pb
+from penstock.ops.v1 import operations_service_pb2_grpc as pb_grpc
+from penstock.sandbox.v1 import sandbox_pb2, sandbox_service_pb2, sandbox_service_pb2_grpc
+
+ROLLOUT_LABEL: Final = "penstock_rollout"
+TERMINAL_LABEL: Final = "penstock_terminal"
+"""Of the sandboxes that the driver makes: whose they are."""
+
+_CALL_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """One thing that is wrong, or about to be. `reason` is stable; docs/guides/operate.md lists them."""
+
+    service: str
+    reason: str
+    message: str
+    advice: str
+    grave: bool = True
+    """Something stands still or is lost; otherwise it is a warning."""
+    subjects: Sequence[str] = ()
+    """Ids of what it is about, at most 20."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """A service at one moment. Times in seconds; `clock_skew` is how far its clock is ahead of ours."""
+
+    service: str
+    address: str
+    version: str
+    clock_skew: float
+    clock_error: float
+    """How wrong `clock_skew` may be: half of the time that asking took."""
+    up: float
+    loop_lag: float
+    resident_bytes: int
+    open_files: int
+    max_files: int
+    gauges: Mapping[str, float]
+    """By name, and its labels where it has some: `penstock_gate_open_calls{state="queued"}`."""
+    troubles: Sequence[Trouble]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftSandbox:
+    """A sandbox whose rollout or terminal is over. `known` says whether the driver knows that one."""
+
+    sandbox_id: str
+    rollout_id: str
+    """Empty for a terminal's."""
+    known: bool
+    terminal_id: str = ""
+    """Empty for a rollout's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A sandbox that the driver made: for whom, and when, in seconds since the epoch."""
+
+    rollout_id: str
+    terminal_id: str
+    create_time: float
+
+
+class OperationsClient:
+    """`ps.operations`."""
+
+    def __init__(self, services: Mapping[str, Service]) -> None:
+        self._services = services
+
+    async def status(
+        self, service: ServiceName, *, patience: float = 60.0, min_free_bytes: int | None = None
+    ) -> ServiceStatus:
+        """How a service fares, and what it takes for trouble.
+
+        Args:
+            service: which.
+            patience: seconds that something may wait before it is a trouble.
+            min_free_bytes: how much of its disk must be free; None = 1 GiB.
+
+        Raises:
+            PenstockError: what it answered with; `Unsupported` is one that is older than this.
+            KeyError: there is no such service here.
+        """
+        of = self._services[service]
+        request = pb.GetStatusRequest(patience=duration(patience), min_free_bytes=min_free_bytes)
+        stub = pb_grpc.OperationsServiceStub(of.channel)
+        # Asked twice: to connect takes time that would be taken for the clocks' difference.
+        await of.call(stub.GetStatus, request, timeout=_CALL_S, repeatable=True)
+        began, since = time.time(), time.monotonic()
+        answer = await of.call(stub.GetStatus, request, timeout=_CALL_S)
+        took = time.monotonic() - since
+        then = answer.server_time.ToNanoseconds() / 1e9
+        return ServiceStatus(
+            service=answer.service or service,
+            address=of.address,
+            version=answer.version,
+            clock_skew=then - (began + took / 2),
+            clock_error=took / 2,
+            up=then - answer.start_time.ToNanoseconds() / 1e9,
+            loop_lag=answer.loop_lag.ToNanoseconds() / 1e9,
+            resident_bytes=answer.resident_bytes,
+            open_files=answer.open_files,
+            max_files=answer.max_files,
+            gauges={_series(item): item.value for item in answer.gauges},
+            troubles=tuple(
+                Trouble(
+                    service=answer.service or service,
+                    reason=item.reason,
+                    message=item.message,
+                    advice=item.advice,
+                    grave=item.grave,
+                    subjects=tuple(item.subjects),
+                )
+                for item in answer.troubles
+            ),
+        )
+
+    async def left_sandboxes(self, *, patience: float = 0.0) -> list[LeftSandbox]:
+        """Sandboxes of rollouts and terminals that are over.
+
+        The driver ends a rollout only when its sandbox is gone; a terminal's goes a moment after the end, and is there
+        a moment before the driver tells of the terminal.
+
+        Args:
+            patience: how many seconds either may take.
+
+        Raises:
+            PenstockError: what the sandbox service or the driver answered with.
+        """
+        before = await self._sandboxes()
+        running = await self._running()
+        # One that was there before the rollouts were asked for, and still is: no rollout just ended or began.
+        still = (await self._sandboxes()).keys()
+        found = []
+        for sandbox_id, made in before.items():
+            if sandbox_id not in still or made.rollout_id in running:
+                continue
+            if made.rollout_id:
+                known = await self._knows(made.rollout_id)
+                found.append(LeftSandbox(sandbox_id=sandbox_id, rollout_id=made.rollout_id, known=known))
+            elif left := await self._left_of_terminal(sandbox_id, made, patience):
+                found.append(left)
+        return found
+
+    async def _left_of_terminal(self, sandbox_id: str, made: _Made, patience: float) -> LeftSandbox | None:
+        """A terminal's sandbox, where it should be gone since `patience` seconds."""
+        service = self._services["driver"]
+        stub = terminal_service_pb2_grpc.TerminalServiceStub(service.channel)
+        request = terminal_service_pb2.GetTerminalRequest(terminal_id=made.terminal_id)
+        try:
+            terminal = (await service.call(stub.GetTerminal, request, timeout=_CALL_S, repeatable=True)).terminal
+        except NotFound:
+            known, since = False, made.create_time
+        else:
+            if not terminal.ended:
+                return None
+            known, since = True, terminal.end_time.ToNanoseconds() / 1e9
+        if time.time() - since < patience:
+            return None
+        return LeftSandbox(sandbox_id=sandbox_id, rollout_id="", known=known, terminal_id=made.terminal_id)
+
+    async def _sandboxes(self) -> dict[str, _Made]:
+        """Every sandbox that the driver made for somebody."""
+        service = self._services["sandbox"]
+        stub = sandbox_service_pb2_grpc.SandboxServiceStub(service.channel)
+        request = sandbox_service_pb2.ListSandboxesRequest()
+        found: dict[str, _Made] = {}
+        while True:
+            answer = await service.call(stub.ListSandboxes, request, timeout=_CALL_S, repeatable=True)
+            for item in answer.sandboxes:
+                making = item.state == sandbox_pb2.SANDBOX_STATE_CREATING
+                labels = item.spec.labels
+                made = _Made(
+                    labels.get(ROLLOUT_LABEL, ""),
+                    labels.get(TERMINAL_LABEL, ""),
+                    item.create_time.ToNanoseconds() / 1e9,
+                )
+                if not making and (made.rollout_id or made.terminal_id):
+                    found[item.sandbox_id] = made
+            if not answer.next_page_token:
+                return found
+            request.page_token = answer.next_page_token
+
+    async def _running(self) -> set[str]:
+        service = self._services["driver"]
+        stub = rollout_service_pb2_grpc.RolloutServiceStub(service.channel)
+        request = rollout_service_pb2.ListRolloutsRequest(filter=rollout_service_pb2.RolloutFilter(ended=False))
+        found: set[str] = set()
+        while True:
+            answer = await service.call(stub.ListRollouts, request, timeout=_CALL_S, repeatable=True)
+            found.update(item.rollout_id for item in answer.rollouts)
+            if not answer.next_page_token:
+                return found
+            request.page_token = answer.next_page_token
+
+    async def _knows(self, rollout_id: str) -> bool:
+        service = self._services["driver"]
+        stub = rollout_service_pb2_grpc.RolloutServiceStub(service.channel)
+        try:
+            await service.call(
+                stub.GetRollout, rollout_service_pb2.GetRolloutRequest(rollout_id=rollout_id), timeout=_CALL_S
+            )
+        except NotFound:
+            return False
+        return True
+
+
+def _series(gauge: pb.Gauge) -> str:
+    labels = ",".join(f'{name}="{value}"' for name, value in sorted(gauge.labels.items()))
+    return f"{gauge.name}{{{labels}}}" if labels else gauge.name

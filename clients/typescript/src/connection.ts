@@ -1,0 +1,212 @@
+/** The connection: what `connect` gives, with a client for rollouts, one for groups, and the gate. */
+
+import { randomBytes } from "node:crypto";
+import type { MessageInitShape } from "@bufbuild/protobuf";
+import { Driver, present } from "./driver.js";
+import { type ConnectOptions, type Endpoints, resolve, type ServiceName } from "./endpoints.js";
+import { ConfigurationError } from "./errors.js";
+import type { RolloutFilterSchema } from "./gen/penstock/driver/v1/rollout_service_pb.js";
+import { type Abortable, GroupHandle, RolloutHandle } from "./handles.js";
+import { Inference } from "./inference.js";
+import { type Group, groupFrom, type Rollout, rolloutFrom } from "./results.js";
+import { Service } from "./rpc.js";
+import { Gate, type InterceptSession, type SessionOptions } from "./sessions.js";
+import { type RolloutOptions, specOf, type Task } from "./tasks.js";
+import { duration } from "./wire.js";
+
+/** A create: the driver checks what can be checked before it answers. */
+const CREATE_MS = 120_000;
+
+export interface CreateRolloutOptions extends RolloutOptions, Abortable {
+  /** Chosen by you; absent = assigned. */
+  readonly rolloutId?: string;
+}
+
+export interface CreateGroupOptions extends RolloutOptions, Abortable {
+  /** Chosen by you, at most 120 characters; its rollouts are GROUP_ID-INDEX. Absent = assigned. */
+  readonly groupId?: string;
+  /** Further rollouts started at once, so that n results come although some fail. */
+  readonly spares?: number;
+  /** Results with which the group counts as complete. Default n. */
+  readonly quorum?: number;
+  /** What the others get from the quorum-th result on; absent = they are waited for. */
+  readonly stragglerGraceMs?: number;
+}
+
+/** Every condition that is given must match. */
+export interface RolloutFilter extends Abortable {
+  readonly runId?: string;
+  readonly groupId?: string;
+  readonly labels?: Readonly<Record<string, string>>;
+  readonly ended?: boolean;
+  readonly taskId?: string;
+  readonly agent?: string;
+}
+
+/** `ps.rollouts`. */
+export class Rollouts {
+  readonly #driver: Driver;
+
+  constructor(driver: Driver) {
+    this.#driver = driver;
+  }
+
+  /**
+   * Starts a rollout.
+   *
+   * Rejects with InvalidArgument: `violations` name the fields; NotFound AGENT_UNKNOWN; Unavailable: a service that it needs.
+   */
+  async create(task: Task, agent: string, options: CreateRolloutOptions = {}): Promise<RolloutHandle> {
+    const { service, client } = this.#driver;
+    const request = { requestId: requestId(), spec: specOf(task, agent, options), rolloutId: options.rolloutId ?? "" };
+    const answer = await service.call((call) => client.createRollout(request, call), {
+      signal: options.signal,
+      timeoutMs: CREATE_MS,
+      repeatable: true,
+    });
+    return new RolloutHandle(this.#driver, rolloutFrom(present(answer.rollout)));
+  }
+
+  /** A rollout as it stands. Rejects with NotFound ROLLOUT_UNKNOWN. */
+  async get(rolloutId: string, { signal }: Abortable = {}): Promise<Rollout> {
+    return this.#driver.get(rolloutId, signal);
+  }
+
+  /** A handle of a rollout that was started elsewhere. */
+  async attach(rolloutId: string, options: Abortable = {}): Promise<RolloutHandle> {
+    return new RolloutHandle(this.#driver, await this.get(rolloutId, options));
+  }
+
+  /** Rollouts, newest first. */
+  async *list({ signal, labels, ...conditions }: RolloutFilter = {}): AsyncGenerator<Rollout, void> {
+    const { service, client } = this.#driver;
+    const filter: MessageInitShape<typeof RolloutFilterSchema> = { ...conditions, labels: { ...labels } };
+    for (let pageToken = ""; ; ) {
+      const request = { filter, pageToken };
+      const page = await service.call((call) => client.listRollouts(request, call), { signal, repeatable: true });
+      yield* page.rollouts.map(rolloutFrom);
+      if (!page.nextPageToken) {
+        return;
+      }
+      pageToken = page.nextPageToken;
+    }
+  }
+}
+
+/** `ps.groups`. */
+export class Groups {
+  readonly #driver: Driver;
+
+  constructor(driver: Driver) {
+    this.#driver = driver;
+  }
+
+  /**
+   * Starts n rollouts of one spec, which share one prepared state.
+   *
+   * @param n wanted results, 1 to 256.
+   */
+  async create(task: Task, agent: string, n: number, options: CreateGroupOptions = {}): Promise<GroupHandle> {
+    const { service, client } = this.#driver;
+    const grace = duration(options.stragglerGraceMs);
+    const request = {
+      requestId: requestId(),
+      spec: specOf(task, agent, options),
+      size: n,
+      spares: options.spares ?? 0,
+      quorum: options.quorum,
+      groupId: options.groupId ?? "",
+      stragglers: grace && { grace },
+    };
+    const answer = await service.call((call) => client.createGroup(request, call), {
+      signal: options.signal,
+      timeoutMs: CREATE_MS,
+      repeatable: true,
+    });
+    return new GroupHandle(this.#driver, groupFrom(present(answer.group)));
+  }
+
+  /** A handle of a group that was started elsewhere. Rejects with NotFound GROUP_UNKNOWN. */
+  async attach(groupId: string, { signal }: Abortable = {}): Promise<GroupHandle> {
+    return new GroupHandle(this.#driver, await this.#driver.getGroup(groupId, signal));
+  }
+
+  /** Groups, newest first. */
+  async *list({ signal, runId }: Abortable & { readonly runId?: string } = {}): AsyncGenerator<Group, void> {
+    const { service, client } = this.#driver;
+    for (let pageToken = ""; ; ) {
+      const request = { runId, pageToken };
+      const page = await service.call((call) => client.listGroups(request, call), { signal, repeatable: true });
+      yield* page.groups.map(groupFrom);
+      if (!page.nextPageToken) {
+        return;
+      }
+      pageToken = page.nextPageToken;
+    }
+  }
+}
+
+/** The services; closed with `close()`, or by `await using`. It connects with its first calls. */
+export class Penstock {
+  readonly rollouts: Rollouts;
+  readonly groups: Groups;
+  readonly #endpoints: Endpoints;
+  readonly #services = new Map<ServiceName, Service>();
+  readonly #gate: Gate;
+  #inference: Inference | undefined;
+
+  constructor(endpoints: Endpoints) {
+    this.#endpoints = endpoints;
+    this.#gate = new Gate(this.service("interception"));
+    const driver = new Driver(this.service("driver"), this.#gate);
+    this.rollouts = new Rollouts(driver);
+    this.groups = new Groups(driver);
+  }
+
+  /** Generate and render. Throws ConfigurationError NO_INFERENCE: what this connects to has no inference service. */
+  get inference(): Inference {
+    if (!this.#endpoints.addresses.inference) {
+      const message = "There is no inference service here: start one with `penstock up --model-dir DIR`";
+      throw new ConfigurationError(message, { reason: "NO_INFERENCE" });
+    }
+    this.#inference ??= new Inference(this.service("inference"));
+    return this.#inference;
+  }
+
+  /** One service, for what has no name here: `ps.service("sandbox").client(SandboxService)`, with the generated `SandboxService`. */
+  service(name: ServiceName): Service {
+    const service = this.#services.get(name) ?? new Service(name, this.#endpoints);
+    this.#services.set(name, service);
+    return service;
+  }
+
+  /**
+   * A trainer's session, for the calls that match every condition given; close it, or `await using` it.
+   *
+   * Open it before the rollouts start or later: calls wait at the gate. The signal ends the opening.
+   */
+  async intercept(options: SessionOptions & Abortable = {}): Promise<InterceptSession> {
+    return this.#gate.open(options, options.signal);
+  }
+
+  /** Closes sessions in order, then the connections; calls that are open end. */
+  async close(): Promise<void> {
+    await this.#gate.close();
+    for (const service of this.#services.values()) {
+      service.close();
+    }
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.close();
+  }
+}
+
+/** Where the services are: `endpoints.ts` says in which order that is looked for. Throws ConfigurationError. */
+export function connect(options: ConnectOptions = {}): Penstock {
+  return new Penstock(resolve(options));
+}
+
+function requestId(): string {
+  return randomBytes(16).toString("hex");
+}

@@ -1,0 +1,149 @@
+/**
+ * One stream of a session, from Hello to its end: the order of frames, heartbeats both ways, Goodbye. It knows no calls:
+ * `sessions.ts` does, and opens the next stream when this one breaks.
+ */
+
+import { create, type MessageInitShape } from "@bufbuild/protobuf";
+import type { Client } from "@connectrpc/connect";
+import { Internal, Unavailable } from "./errors.js";
+import {
+  type InterceptRequest,
+  InterceptRequestSchema,
+  type InterceptResponse,
+  type InterceptService,
+  type Welcome,
+} from "./gen/penstock/interception/v1/intercept_service_pb.js";
+import { fromTransport } from "./statuses.js";
+import { milliseconds } from "./wire.js";
+
+const HANDSHAKE_MS = 20_000;
+
+/** What a trainer sends. */
+export type Frame = NonNullable<MessageInitShape<typeof InterceptRequestSchema>["frame"]>;
+
+/** Whose stream it is. */
+export interface Party {
+  hello(): Frame;
+  welcomed(welcome: Welcome): void;
+  /** The gate lives. */
+  heard(): void;
+  received(frame: InterceptResponse["frame"]): void;
+  /** What is ready to be sent; undefined = nothing. */
+  next(): Frame | undefined;
+  /** Whether it says goodbye once everything is sent. */
+  leaves(): boolean;
+}
+
+/** Resumes one waiter when something is to be done. */
+export class Wake {
+  #set = false;
+  #waiting: (() => void) | undefined;
+
+  readonly set = (): void => {
+    this.#set = true;
+    this.#waiting?.();
+  };
+
+  /** Returns when it is set, or when the time has passed: whether it was set. */
+  async wait(timeoutMs: number): Promise<boolean> {
+    if (!this.#set) {
+      const { promise, resolve } = Promise.withResolvers<void>();
+      this.#waiting = resolve;
+      const timer = setTimeout(resolve, timeoutMs);
+      await promise;
+      clearTimeout(timer);
+      this.#waiting = undefined;
+    }
+    const was = this.#set;
+    this.#set = false;
+    return was;
+  }
+}
+
+/** Made for one stream. */
+export class Conversation {
+  readonly #peer: string;
+  readonly #client: Client<typeof InterceptService>;
+  readonly #party: Party;
+  readonly #wake: Wake;
+  readonly #welcomed = Promise.withResolvers<number>();
+  readonly #controller = new AbortController();
+  #over = false;
+  #lastHeard = performance.now();
+
+  constructor(peer: string, client: Client<typeof InterceptService>, party: Party, wake: Wake) {
+    this.#peer = peer;
+    this.#client = client;
+    this.#party = party;
+    this.#wake = wake;
+    this.#welcomed.promise.catch(() => {}); // the writer may be gone already
+  }
+
+  /** Fulfilled when it ended with our Goodbye; rejects with what else it ended with, or with the signal's reason. */
+  async run(ended: AbortSignal): Promise<void> {
+    const controller = this.#controller;
+    const silent = new Unavailable(`${this.#peer} did not answer Hello`, { reason: "HANDSHAKE" });
+    const timer = setTimeout(() => controller.abort(silent), HANDSHAKE_MS);
+    const signal = AbortSignal.any([controller.signal, ended]);
+    try {
+      let begun = false;
+      for await (const { frame } of this.#client.intercept(this.#requests(), { signal })) {
+        this.#lastHeard = performance.now();
+        this.#party.heard();
+        if (begun) {
+          this.#party.received(frame);
+          continue;
+        }
+        if (frame.case !== "welcome") {
+          throw new Internal("The gate did not begin with Welcome", { reason: "PROTOCOL" });
+        }
+        begun = true;
+        clearTimeout(timer);
+        this.#party.welcomed(frame.value);
+        this.#welcomed.resolve(milliseconds(frame.value.heartbeatInterval) || 10_000);
+      }
+    } catch (error) {
+      signal.throwIfAborted();
+      throw fromTransport(error, this.#peer);
+    } finally {
+      clearTimeout(timer);
+      this.#over = true;
+      this.#welcomed.reject(new Error("the stream is over"));
+      controller.abort();
+      this.#wake.set();
+    }
+    if (!this.#party.leaves()) {
+      throw new Unavailable(`${this.#peer} ended the session`, { reason: "STREAM_ENDED" });
+    }
+  }
+
+  /** What is sent: Hello, then what is ready as soon as it is, heartbeats in between, Goodbye at the end. */
+  async *#requests(): AsyncGenerator<InterceptRequest, void> {
+    yield create(InterceptRequestSchema, { frame: this.#party.hello() });
+    let interval: number;
+    try {
+      interval = await this.#welcomed.promise;
+    } catch {
+      return; // refused, which the reader tells
+    }
+    while (!this.#over) {
+      for (let frame = this.#party.next(); frame !== undefined; frame = this.#party.next()) {
+        yield create(InterceptRequestSchema, { frame });
+        if (this.#over) {
+          return;
+        }
+      }
+      if (this.#party.leaves()) {
+        yield create(InterceptRequestSchema, { frame: { case: "goodbye", value: { reason: "closed" } } });
+        return;
+      }
+      if (!(await this.#wake.wait(interval / 2)) && !this.#over) {
+        if (performance.now() - this.#lastHeard > 3 * interval) {
+          this.#controller.abort(new Unavailable(`${this.#peer} fell silent`, { reason: "HEARTBEAT_MISSED" }));
+          return;
+        }
+        yield create(InterceptRequestSchema, { frame: { case: "heartbeat", value: {} } });
+      }
+    }
+  }
+}

@@ -1,0 +1,166 @@
+/** The driver's RPCs as the handles use them: reads, waits and watches that outlast a restart, trajectories. */
+
+import type { Client } from "@connectrpc/connect";
+import { FailedPrecondition, type PenstockError, Unavailable } from "./errors.js";
+import { RolloutService } from "./gen/penstock/driver/v1/rollout_service_pb.js";
+import {
+  type Group,
+  groupFrom,
+  type Rollout,
+  type RolloutResult,
+  rolloutFrom,
+  type Trajectory,
+  trajectoryFrom,
+} from "./results.js";
+import { Backoff, pause, type Service } from "./rpc.js";
+import type { Gate } from "./sessions.js";
+
+const WAIT_MS = 30_000;
+const PATIENCE_MS = 60_000;
+
+/** How long a watch that broke is taken up again: until a minute has passed without any sign of the driver. */
+export class Patience {
+  readonly #backoff = new Backoff();
+  #seen = performance.now();
+
+  /** The driver answered. */
+  sign(): void {
+    this.#backoff.reset();
+    this.#seen = performance.now();
+  }
+
+  /** Waits before the next attempt; throws `error` when it is enough. */
+  async pause(error: PenstockError, signal?: AbortSignal): Promise<void> {
+    if (performance.now() - this.#seen > PATIENCE_MS) {
+      throw error;
+    }
+    await pause(this.#backoff.next(error), signal);
+  }
+}
+
+export interface TrajectoryOptions {
+  /** Without calls and branches: what a trainer in a hurry wants. */
+  readonly samplesOnly?: boolean;
+  /** With the agent's request bodies. */
+  readonly bodies?: boolean;
+  readonly signal?: AbortSignal | undefined;
+}
+
+export class Driver {
+  readonly client: Client<typeof RolloutService>;
+
+  constructor(
+    readonly service: Service,
+    readonly gate: Gate,
+  ) {
+    this.client = service.client(RolloutService);
+  }
+
+  async get(rolloutId: string, signal?: AbortSignal): Promise<Rollout> {
+    const answer = await this.service.call((options) => this.client.getRollout({ rolloutId }, options), {
+      signal,
+      repeatable: true,
+    });
+    return rolloutFrom(present(answer.rollout));
+  }
+
+  async getGroup(groupId: string, signal?: AbortSignal): Promise<Group> {
+    const answer = await this.service.call((options) => this.client.getGroup({ groupId }, options), {
+      signal,
+      repeatable: true,
+    });
+    return groupFrom(present(answer.group));
+  }
+
+  /** A rollout when it has ended. */
+  async wait(rolloutId: string, signal?: AbortSignal): Promise<Rollout> {
+    return this.#until(async () => {
+      const options = { signal, timeoutMs: WAIT_MS };
+      const { rollout } = await this.service.call((call) => this.client.waitRollout({ rolloutId }, call), options);
+      return rollout?.outcome === undefined ? undefined : rolloutFrom(rollout);
+    }, signal);
+  }
+
+  /** A group when all of its rollouts have ended. */
+  async waitGroup(groupId: string, signal?: AbortSignal): Promise<Group> {
+    return this.#until(async () => {
+      const options = { signal, timeoutMs: WAIT_MS };
+      const { group } = await this.service.call((call) => this.client.waitGroup({ groupId }, call), options);
+      return group?.ended ? groupFrom(group) : undefined;
+    }, signal);
+  }
+
+  /** An ended rollout's trajectory. */
+  async trajectory(rolloutId: string, options: TrajectoryOptions = {}): Promise<Trajectory> {
+    const { samplesOnly = false, bodies: includeBodies = false, signal } = options;
+    const request = { rolloutId, samplesOnly, includeBodies };
+    const fragments = await this.service.collect((call) => this.client.getTrajectory(request, call), signal);
+    return trajectoryFrom(fragments.map((fragment) => present(fragment.trajectory)));
+  }
+
+  /** An ended rollout with its trajectory, undefined where the gate was never opened. */
+  async result(rolloutId: string, options: TrajectoryOptions): Promise<RolloutResult> {
+    const rollout = await this.get(rolloutId, options.signal);
+    const outcome = present(rollout.outcome);
+    try {
+      return { rollout, outcome, trajectory: await this.trajectory(rolloutId, options) };
+    } catch (error) {
+      if (error instanceof FailedPrecondition && error.reason === "TRAJECTORY_ABSENT") {
+        return { rollout, outcome, trajectory: undefined };
+      }
+      throw error;
+    }
+  }
+
+  /**
+   * What `watch` yields, begun anew wherever it broke.
+   *
+   * @param watch one stream of it; calls `sign` for every message, and returns whether that was all.
+   */
+  async *watched<A>(
+    watch: (sign: () => void) => AsyncGenerator<A, boolean>,
+    signal?: AbortSignal,
+  ): AsyncGenerator<A, void> {
+    const patience = new Patience();
+    for (;;) {
+      let error = new Unavailable("The driver ended the stream", { reason: "STREAM_ENDED" });
+      try {
+        if (yield* watch(() => patience.sign())) {
+          return;
+        }
+      } catch (broken) {
+        if (!(broken instanceof Unavailable)) {
+          throw broken;
+        }
+        error = broken;
+      }
+      await patience.pause(error, signal);
+    }
+  }
+
+  async #until<A>(ask: () => Promise<A | undefined>, signal: AbortSignal | undefined): Promise<A> {
+    const patience = new Patience();
+    for (;;) {
+      try {
+        const answer = await ask();
+        if (answer !== undefined) {
+          return answer;
+        }
+        patience.sign();
+      } catch (error) {
+        if (!(error instanceof Unavailable)) {
+          throw error;
+        }
+        await patience.pause(error, signal);
+      }
+    }
+  }
+}
+
+/** A message that every service of ours puts in. */
+export function present<T>(message: T | undefined): T {
+  if (message === undefined) {
+    throw new Unavailable("The service's answer is empty: is it one of Penstock's?", { reason: "PROTOCOL" });
+  }
+  return message;
+}

@@ -1,0 +1,204 @@
+/**
+ * Where the services are, and with which token they are called.
+ *
+ * Looked for in this order: what the caller says; the environment (`PENSTOCK_<SERVICE>_ADDRESS`, `PENSTOCK_TOKEN` or
+ * `PENSTOCK_TOKEN_FILE`, `PENSTOCK_CA_FILE`); the connection file that `penstock up` or `penstock credentials` writes; the loopback
+ * defaults. A token never travels to an address that it was not given for, and none goes in clear beyond this machine.
+ */
+
+import { readFileSync, statSync } from "node:fs";
+import { isIP } from "node:net";
+import { homedir } from "node:os";
+import { dirname, resolve as resolvePath } from "node:path";
+import { env, getuid, kill } from "node:process";
+import { ConfigurationError } from "./errors.js";
+
+export const SERVICES = ["sandbox", "driver", "interception", "inference"] as const;
+export type ServiceName = (typeof SERVICES)[number];
+
+/** Ports of the gRPC servers when nothing else is said. */
+export const DEFAULT_PORTS: Readonly<Record<ServiceName, number>> = {
+  sandbox: 7701,
+  driver: 7702,
+  interception: 7703,
+  inference: 7704,
+};
+
+/** Certificates, as PEM files: without `caFile` the system's roots are trusted; the other two are the client's own. */
+export interface Tls {
+  readonly caFile?: string;
+  readonly certFile?: string;
+  readonly keyFile?: string;
+}
+
+/** What `connect` may be told; at most one of `host`, `addresses` and `connectionFile`. */
+export interface ConnectOptions {
+  /** A host that has all services on their default ports. */
+  readonly host?: string;
+  /** `host:port` or `unix:PATH`, by service. */
+  readonly addresses?: Readonly<Partial<Record<ServiceName, string>>>;
+  /** As `penstock up` and `penstock credentials` write it. */
+  readonly connectionFile?: string;
+  /** Sent with each call; absent = PENSTOCK_TOKEN, PENSTOCK_TOKEN_FILE, or the connection file's. */
+  readonly token?: string;
+  /** Absent = PENSTOCK_CA_FILE, or the connection file's; without either plaintext, which carries a token to this machine only. */
+  readonly tls?: Tls;
+}
+
+/** The addresses of the four services, and how to call them. Empty = there is no such service. */
+export interface Endpoints {
+  readonly addresses: Readonly<Record<ServiceName, string>>;
+  readonly token: string | undefined;
+  readonly tls: Tls | undefined;
+}
+
+/** Finds the endpoints by the order above. Throws ConfigurationError: says which address, token or file does not hold. */
+export function resolve(given: ConnectOptions = {}): Endpoints {
+  const { host, addresses, connectionFile } = given;
+  if ([host, addresses, connectionFile].filter((item) => item !== undefined).length > 1) {
+    throw configuration("Give one of host, addresses and connectionFile", "TARGET");
+  }
+  if (connectionFile !== undefined) {
+    return readConnection(connectionFile, given);
+  }
+  const tls = given.tls ?? (env["PENSTOCK_CA_FILE"] ? { caFile: env["PENSTOCK_CA_FILE"] } : undefined);
+  if (host !== undefined) {
+    return checked(ofHost(host), given.token ?? environmentToken(), tls);
+  }
+  const named = addresses ?? ofEnvironment();
+  if (named !== undefined) {
+    return checked(named, given.token ?? environmentToken(), tls);
+  }
+  const file = env["PENSTOCK_CONNECTION"] ?? `${stateDir()}/connection.json`;
+  if (isLive(file)) {
+    const token = given.token ?? environmentToken();
+    return readConnection(file, { ...given, ...(token !== undefined && { token }) });
+  }
+  return checked({}, given.token ?? environmentToken(), tls);
+}
+
+function checked(given: Readonly<Record<string, string>>, token: string | undefined, tls: Tls | undefined): Endpoints {
+  const addresses = Object.fromEntries(
+    SERVICES.map((service) => [service, `127.0.0.1:${DEFAULT_PORTS[service]}`]),
+  ) as Record<ServiceName, string>;
+  for (const [service, address] of Object.entries(given)) {
+    if (!(SERVICES as readonly string[]).includes(service)) {
+      throw configuration(`No such service: ${service}; there are ${SERVICES.join(", ")}`, "TARGET");
+    }
+    if (address && !isAddress(address)) {
+      throw configuration(`The address of ${service} is not host:port: '${address}'`, "TARGET");
+    }
+    addresses[service as ServiceName] = address;
+  }
+  if (token !== undefined) {
+    if (!/^[!-~](?:[ -~]*[!-~])?$/.test(token)) {
+      throw configuration("A token must be printable ASCII, not blank and without whitespace around it", "TOKEN");
+    }
+    const far = Object.values(addresses).find((address) => address && !isLocal(address));
+    if (tls === undefined && far !== undefined) {
+      throw configuration(
+        `A token is not sent in clear to ${far}: give tls, or an address on this machine.`,
+        "TOKEN_IN_CLEAR",
+      );
+    }
+  }
+  return { addresses, token, tls };
+}
+
+function ofHost(host: string): Record<ServiceName, string> {
+  if (!host.trim() || host.includes("/") || (host.split(":").length === 2 && !host.includes("["))) {
+    throw configuration(
+      `'${host}' is no host name: give a host (the default ports are used), or addresses of ${SERVICES.join(", ")}`,
+      "TARGET",
+    );
+  }
+  const shown = host.includes(":") && !host.startsWith("[") ? `[${host}]` : host;
+  const pairs = SERVICES.map((service) => [service, `${shown}:${DEFAULT_PORTS[service]}`]);
+  return Object.fromEntries(pairs) as Record<ServiceName, string>;
+}
+
+function ofEnvironment(): Record<string, string> | undefined {
+  const pairs = SERVICES.map((service) => [service, env[`PENSTOCK_${service.toUpperCase()}_ADDRESS`]] as const);
+  const said = pairs.filter((pair): pair is readonly [ServiceName, string] => Boolean(pair[1]));
+  return said.length > 0 ? Object.fromEntries(said) : undefined;
+}
+
+function readConnection(file: string, given: ConnectOptions): Endpoints {
+  let content: { addresses: Record<string, string>; token: string | null; ca?: string };
+  try {
+    const info = statSync(file);
+    if ((info.uid !== getuid?.() && info.uid !== 0) || (info.mode & 0o077) !== 0) {
+      throw configuration(`${file} holds a token and must be yours alone: chmod 600 ${file}`, "CONNECTION_FILE_OPEN");
+    }
+    content = JSON.parse(readFileSync(file, "utf-8"));
+    if (typeof content.addresses !== "object" || content.addresses === null || content.token === undefined) {
+      throw new SyntaxError("no addresses");
+    }
+  } catch (error) {
+    if (error instanceof ConfigurationError) {
+      throw error;
+    }
+    const what =
+      error instanceof SyntaxError
+        ? `${file} is no connection file: remove it, or start \`penstock up\` again`
+        : `${file} cannot be read: ${(error as Error).message}`;
+    throw configuration(what, "CONNECTION_FILE", error);
+  }
+  const ca = content.ca === undefined ? undefined : { caFile: resolvePath(dirname(file), content.ca) };
+  return checked(content.addresses, given.token ?? content.token ?? undefined, given.tls ?? ca);
+}
+
+/** Whether the file is there and the stack that wrote it still runs: one that was killed leaves its file behind. */
+function isLive(file: string): boolean {
+  let pid: unknown;
+  try {
+    pid = JSON.parse(readFileSync(file, "utf-8")).pid;
+  } catch (error) {
+    return (error as NodeJS.ErrnoException).code !== "ENOENT"; // reading it again tells the person what is wrong
+  }
+  if (typeof pid !== "number") {
+    return true;
+  }
+  try {
+    kill(pid, 0);
+    return true;
+  } catch (error) {
+    return (error as NodeJS.ErrnoException).code !== "ESRCH";
+  }
+}
+
+function stateDir(): string {
+  return `${env["XDG_STATE_HOME"] || `${homedir()}/.local/state`}/penstock`;
+}
+
+function environmentToken(): string | undefined {
+  const file = env["PENSTOCK_TOKEN_FILE"];
+  if (env["PENSTOCK_TOKEN"] !== undefined || file === undefined) {
+    return env["PENSTOCK_TOKEN"];
+  }
+  try {
+    return readFileSync(file, "utf-8").replace(/\r?\n$/, "");
+  } catch (error) {
+    throw configuration(`PENSTOCK_TOKEN_FILE names ${file}, which cannot be read`, "TOKEN", error);
+  }
+}
+
+function isAddress(address: string): boolean {
+  if (address.startsWith("unix:")) {
+    return address.length > "unix:".length;
+  }
+  const [, port] = /^[^/\s]+:(\d{1,5})$/.exec(address) ?? [];
+  return port !== undefined && Number(port) > 0 && Number(port) < 65536;
+}
+
+function isLocal(address: string): boolean {
+  if (address.startsWith("unix:")) {
+    return true;
+  }
+  const host = address.slice(0, address.lastIndexOf(":")).replace(/^\[|\]$/g, "");
+  return host === "localhost" || host === "::1" || (isIP(host) === 4 && host.startsWith("127."));
+}
+
+function configuration(message: string, reason: string, cause?: unknown): ConfigurationError {
+  return new ConfigurationError(message, { reason, cause });
+}

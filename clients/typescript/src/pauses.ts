@@ -1,0 +1,101 @@
+/**
+ * What a session wants of the flow of its calls, and what it asked of the gate and is not answered yet.
+ *
+ * The gate answers in the order in which it was asked, and says once more that calls flow when a pause runs out. So an answer
+ * belongs to the oldest question if it is of its kind, and what is wanted ends only when nothing is asked any more.
+ */
+
+import type { Frame } from "./conversations.js";
+import type { PenstockError } from "./errors.js";
+import { duration } from "./wire.js";
+
+interface Wish {
+  readonly reason: string;
+  readonly maxDurationMs: number | undefined;
+}
+
+interface Asked {
+  /** Undefined = that calls flow. */
+  readonly wish: Wish | undefined;
+  /** Of the calls that were open; 0 where they flow. */
+  readonly answer: PromiseWithResolvers<number>;
+}
+
+/** Pauses and resumes of one session. */
+export class Pauses {
+  readonly #send: (frame: Frame) => void;
+  #wanted: Wish | undefined;
+  readonly #asked: Asked[] = [];
+
+  /** @param send takes a frame for the gate. */
+  constructor(send: (frame: Frame) => void) {
+    this.#send = send;
+  }
+
+  /** Fulfilled with the calls that were open when the gate began to hold the others. */
+  async pause(reason: string, maxDurationMs: number | undefined): Promise<number> {
+    return this.#ask({ reason, maxDurationMs });
+  }
+
+  /** Fulfilled when calls flow. */
+  async resume(): Promise<void> {
+    await this.#ask(undefined);
+  }
+
+  /** What a gate is to be told that may not have heard it, or has forgotten it. */
+  takenUp(resumed: boolean): Frame[] {
+    if (this.#asked.length > 0) {
+      return this.#asked.map(({ wish }) => frameOf(wish));
+    }
+    return resumed || this.#wanted === undefined ? [] : [frameOf(this.#wanted)];
+  }
+
+  /** The gate says that a pause is in force. */
+  paused(openCalls: number): void {
+    if (this.#asked[0]?.wish !== undefined) {
+      this.#asked.shift()?.answer.resolve(openCalls);
+    }
+  }
+
+  /** The gate says that calls flow: it was asked to, or a pause ran out. */
+  resumed(): void {
+    const [oldest] = this.#asked;
+    if (oldest !== undefined && oldest.wish === undefined) {
+      this.#asked.shift();
+      oldest.answer.resolve(0);
+    }
+    if (this.#asked.length === 0) {
+      this.#wanted = undefined;
+    }
+  }
+
+  /** Nothing will be answered any more. */
+  end(error: PenstockError): void {
+    for (const { answer } of this.#asked.splice(0)) {
+      answer.reject(error);
+    }
+  }
+
+  /** Joins whoever asked the same last: only the newest question says what holds in the end. */
+  #ask(wish: Wish | undefined): Promise<number> {
+    this.#wanted = wish;
+    const newest = this.#asked.at(-1);
+    if (newest !== undefined && same(newest.wish, wish)) {
+      return newest.answer.promise;
+    }
+    const answer = Promise.withResolvers<number>();
+    this.#asked.push({ wish, answer });
+    this.#send(frameOf(wish));
+    return answer.promise;
+  }
+}
+
+function same(one: Wish | undefined, other: Wish | undefined): boolean {
+  return one?.reason === other?.reason && one?.maxDurationMs === other?.maxDurationMs;
+}
+
+function frameOf(wish: Wish | undefined): Frame {
+  return wish === undefined
+    ? { case: "resume", value: {} }
+    : { case: "pause", value: { reason: wish.reason, maxDuration: duration(wish.maxDurationMs) } };
+}

@@ -1,0 +1,228 @@
+/** How a rollout or a group stands, what happens in it, how it ended, and what there is to learn from. */
+
+import { fromBinary, mergeFromBinary, toBinary } from "@bufbuild/protobuf";
+import { LogprobsModeSchema } from "./gen/penstock/chat/v1/completion_pb.js";
+import {
+  type RolloutEvent as EventMessage,
+  FailureCauseSchema,
+  type Failure as FailureMessage,
+  type Group as GroupMessage,
+  type Outcome as OutcomeMessage,
+  PartySchema,
+  PhaseSchema,
+  type Rollout as RolloutMessage,
+} from "./gen/penstock/driver/v1/rollout_pb.js";
+import {
+  CallClassSchema,
+  GradeSchema,
+  type Sample as SampleMessage,
+  type Trajectory as TrajectoryMessage,
+  TrajectorySchema,
+} from "./gen/penstock/trajectory/v1/trajectory_pb.js";
+import { logprobs, time, tokenIds, word } from "./wire.js";
+
+/** A reward, made inside the environment; finite, within [rangeMin, rangeMax]. */
+export interface Reward {
+  readonly value: number;
+  readonly rangeMin: number;
+  readonly rangeMax: number;
+  readonly components: Readonly<Record<string, number>>;
+}
+
+/** Why a rollout did not complete. `infrastructure` and `model` say nothing about the policy: keep them out of a baseline. */
+export interface Failure {
+  /** infrastructure, task, agent, timeout, budget, verifier, model or cancelled. */
+  readonly cause: string;
+  /** Stable, in UPPER_SNAKE. */
+  readonly reason: string;
+  readonly message: string;
+  readonly retriable: boolean;
+  readonly phase: string | undefined;
+  /** agent, task, verifier, sandbox, gate, engine, operator, budget or driver; absent: an older driver. */
+  readonly causedBy: string | undefined;
+}
+
+/** How a rollout ended. No `failure` = it completed; no `reward` = not graded, which is not zero. */
+export interface Outcome {
+  readonly failure: Failure | undefined;
+  readonly reward: Reward | undefined;
+  /** As it travelled: the agent's exit, how it was graded. */
+  readonly message: OutcomeMessage;
+}
+
+/** A rollout as the driver reported it. */
+export interface Rollout {
+  readonly rolloutId: string;
+  readonly groupId: string | undefined;
+  readonly index: number;
+  /** queued, preparing, configuring, setting_up, running, verifying, collecting or ended. */
+  readonly phase: string;
+  readonly outcome: Outcome | undefined;
+  readonly agent: string;
+  readonly taskId: string;
+  readonly labels: Readonly<Record<string, string>>;
+  readonly createTime: Date | undefined;
+  readonly endTime: Date | undefined;
+  readonly message: RolloutMessage;
+}
+
+/** A group as the driver reported it. */
+export interface Group {
+  readonly groupId: string;
+  readonly size: number;
+  readonly rolloutIds: readonly string[];
+  readonly endedCount: number;
+  readonly ended: boolean;
+  readonly complete: boolean;
+  /** Those whose results count. */
+  readonly resultRolloutIds: readonly string[];
+  readonly message: GroupMessage;
+}
+
+/** One thing that happened in a rollout; `sequence` counts from 1 without gaps. */
+export interface RolloutEvent {
+  readonly sequence: number;
+  readonly rolloutId: string;
+  readonly time: Date | undefined;
+  /** What it says: `{case: "phaseChanged" | "agentEvent" | ... | "ended", value}`; its case is undefined for what is newer than this client. */
+  readonly event: EventMessage["event"];
+}
+
+/** Tokens [start, end) were sampled by the weights of `policyVersion`. */
+export interface VersionSpan {
+  readonly policyVersion: number;
+  readonly start: number;
+  readonly end: number;
+}
+
+/** Tokens [start, end) of a sample were sampled by one call; `untrainedReason` says why they are masked, empty where they are not. */
+export interface TurnSpan {
+  readonly callId: string;
+  readonly start: number;
+  readonly end: number;
+  readonly untrainedReason: string;
+}
+
+/** What a trainer eats: one token sequence, root to leaf of a branch. The arrays are of one length. */
+export interface Sample {
+  readonly sampleId: string;
+  readonly branchId: string;
+  readonly inputIds: Int32Array;
+  /** 1 exactly on sampled tokens that may be trained. */
+  readonly lossMask: Uint8Array;
+  /** Finite and <= 0 where the mask is 1, else 0; absent where the source gave none. */
+  readonly logprobs: Float32Array | undefined;
+  readonly logprobsMode: string;
+  /** Over the sampled tokens; gaps are context. */
+  readonly versions: readonly VersionSpan[];
+  readonly turns: readonly TurnSpan[];
+  /** Tokens before the first sampled one. */
+  readonly promptCount: number;
+  /** Share of its rollout's loss; the weights of a rollout add up to 1. */
+  readonly weight: number;
+  readonly branchClass: string;
+  /** The last turn was cut by a limit. */
+  readonly truncated: boolean;
+}
+
+/** A whole trajectory. `message` has the calls, branches and findings as they travelled. */
+export interface Trajectory {
+  readonly rolloutId: string;
+  readonly samples: readonly Sample[];
+  /** exact, usable or unusable; `message.findings` say why. */
+  readonly grade: string;
+  readonly reward: Reward | undefined;
+  readonly message: TrajectoryMessage;
+}
+
+/** An ended rollout, with its trajectory where that was asked for and exists. */
+export interface RolloutResult {
+  readonly rollout: Rollout;
+  readonly outcome: Outcome;
+  readonly trajectory: Trajectory | undefined;
+}
+
+export function outcomeFrom(message: OutcomeMessage): Outcome {
+  return { failure: message.failure && failureFrom(message.failure), reward: message.reward, message };
+}
+
+function failureFrom(message: FailureMessage): Failure {
+  return {
+    cause: word(FailureCauseSchema, message.cause),
+    reason: message.reason,
+    message: message.message,
+    retriable: message.retriable,
+    phase: message.phase ? word(PhaseSchema, message.phase) : undefined,
+    causedBy: message.causedBy ? word(PartySchema, message.causedBy) : undefined,
+  };
+}
+
+export function rolloutFrom(message: RolloutMessage): Rollout {
+  return {
+    rolloutId: message.rolloutId,
+    groupId: message.groupId,
+    index: message.index,
+    phase: word(PhaseSchema, message.phase),
+    outcome: message.outcome && outcomeFrom(message.outcome),
+    agent: message.spec?.agent?.name ?? "",
+    taskId: message.spec?.task?.taskId ?? "",
+    labels: message.spec?.labels ?? {},
+    createTime: time(message.createTime),
+    endTime: time(message.endTime),
+    message,
+  };
+}
+
+export function groupFrom(message: GroupMessage): Group {
+  const { groupId, size, rolloutIds, endedCount, ended, complete, resultRolloutIds } = message;
+  return { groupId, size, rolloutIds, endedCount, ended, complete, resultRolloutIds, message };
+}
+
+export function eventFrom(message: EventMessage): RolloutEvent {
+  return {
+    sequence: Number(message.sequence),
+    rolloutId: message.rolloutId,
+    time: time(message.time),
+    event: message.event,
+  };
+}
+
+function sampleFrom(message: SampleMessage): Sample {
+  return {
+    sampleId: message.sampleId,
+    branchId: message.branchId,
+    inputIds: tokenIds(message.inputIds),
+    lossMask: message.lossMask,
+    logprobs: message.logprobs.length > 0 ? logprobs(message.logprobs) : undefined,
+    logprobsMode: word(LogprobsModeSchema, message.logprobsMode),
+    versions: message.versions.map(({ policyVersion, start, end }) => ({
+      policyVersion: Number(policyVersion),
+      start,
+      end,
+    })),
+    turns: message.turns.map(({ callId, start, end, untrainedReason }) => ({ callId, start, end, untrainedReason })),
+    promptCount: message.promptCount,
+    weight: message.weight,
+    branchClass: word(CallClassSchema, message.branchClass),
+    truncated: message.truncated,
+  };
+}
+
+/** A trajectory, of all its fragments. */
+export function trajectoryFrom(fragments: readonly TrajectoryMessage[]): Trajectory {
+  const [first, ...others] = fragments;
+  let message = first;
+  if (message === undefined || others.length > 0) {
+    message = fromBinary(TrajectorySchema, new Uint8Array());
+    for (const fragment of fragments) {
+      mergeFromBinary(TrajectorySchema, message, toBinary(TrajectorySchema, fragment));
+    }
+  }
+  return {
+    rolloutId: message.rolloutId,
+    samples: message.samples.map(sampleFrom),
+    grade: word(GradeSchema, message.grade),
+    reward: message.reward,
+    message,
+  };
+}

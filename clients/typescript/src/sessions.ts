@@ -1,0 +1,402 @@
+/**
+ * A trainer's session at the gate: calls in, results out, over one stream that is taken up again when it breaks.
+ *
+ * What is held and what is under way is in `leases.ts`, what is asked of the flow of calls in `pauses.ts`, one stream in
+ * `conversations.ts`. Frames carry what is ready and never wait to fill. Something is sent at least every half heartbeat
+ * interval; a gate that is silent for three is taken for gone.
+ */
+
+import { hostname } from "node:os";
+import type { Client } from "@connectrpc/connect";
+import { type ModelCall, unlessAborted } from "./calls.js";
+import { Conversation, type Frame, type Party, Wake } from "./conversations.js";
+import {
+  Aborted,
+  Cancelled,
+  DeadlineExceeded,
+  Internal,
+  InvalidArgument,
+  PenstockError,
+  SessionLost,
+  Unavailable,
+} from "./errors.js";
+import {
+  type InterceptResponse,
+  InterceptService,
+  type Welcome,
+} from "./gen/penstock/interception/v1/intercept_service_pb.js";
+import { Leases } from "./leases.js";
+import { Pauses } from "./pauses.js";
+import { Backoff, pause, type Service } from "./rpc.js";
+import { milliseconds } from "./wire.js";
+
+const GOODBYE_MS = 5000;
+const SETTLED_MS = 5000;
+
+/** Which rollouts' calls a session wants: those that match every condition that is set; none set = all. */
+export interface Selector {
+  readonly runId?: string;
+  readonly groupId?: string;
+  readonly rolloutIds?: readonly string[];
+  readonly labels?: Readonly<Record<string, string>>;
+}
+
+export interface SessionOptions extends Selector {
+  /** Most calls leased and not answered at once. Default 64. */
+  readonly credits?: number;
+  /** Most bytes of the same. Default 32 MiB. */
+  readonly creditBytes?: number;
+  /** The newest weights that the trainer has. */
+  readonly policyVersion?: number;
+  /** Who this is, for people. Default: this machine's name. */
+  readonly identity?: string;
+  /** Whether calls carry messages and tools beside tokens. */
+  readonly messages?: boolean;
+  /** Whether they carry the agent's request body. */
+  readonly bodies?: boolean;
+  /** For how long a broken connection is taken up again. Default 5 min. */
+  readonly reconnectTimeoutMs?: number;
+}
+
+interface Window {
+  readonly calls: number;
+  readonly bytes: bigint | undefined;
+}
+
+function window(calls: number, bytes: number | undefined): Window {
+  return { calls, bytes: bytes === undefined ? undefined : BigInt(bytes) };
+}
+
+/**
+ * Made by `ps.intercept`; `calls()` gives what comes in.
+ *
+ * A connection that breaks is taken up again for `reconnectTimeoutMs`; after that, and on an error that will not pass, `calls()` and
+ * every answer under way reject.
+ */
+export class InterceptSession {
+  readonly #siblings: Set<InterceptSession>;
+  readonly #service: Service;
+  readonly #client: Client<typeof InterceptService>;
+  readonly #options: SessionOptions;
+  readonly #wake = new Wake();
+  readonly #leases = new Leases(this.#wake.set);
+  readonly #ended = new AbortController();
+  readonly #connected = Promise.withResolvers<void>();
+  #outbox: Frame[] = [];
+  #sessionId = "";
+  #credits: Window;
+  #policyVersion: number | undefined;
+  readonly #pauses = new Pauses((frame) => this.#send(frame));
+  #goAway: PenstockError | undefined;
+  #closing = false;
+  #lastReceived = performance.now();
+  #failure: PenstockError | undefined;
+  #running: Promise<void> | undefined;
+  readonly #party: Party = {
+    hello: () => this.#hello(),
+    welcomed: (welcome) => this.#takeUp(welcome),
+    heard: () => {
+      this.#lastReceived = performance.now();
+    },
+    received: (frame) => this.#receive(frame),
+    next: () => this.#nextFrame(),
+    leaves: () => this.#closing,
+  };
+
+  private constructor(service: Service, options: SessionOptions, siblings: Set<InterceptSession>) {
+    const { credits = 64, creditBytes } = options;
+    if (!Number.isInteger(credits) || credits < 1) {
+      throw new InvalidArgument("A session needs at least one credit", { reason: "CREDITS" });
+    }
+    this.#siblings = siblings;
+    this.#service = service;
+    this.#client = service.client(InterceptService);
+    this.#options = options;
+    this.#credits = window(credits, creditBytes);
+    this.#policyVersion = options.policyVersion;
+    this.#connected.promise.catch(() => {}); // whoever opens it is told
+  }
+
+  /** For the gate: opens a session, which is one of `siblings` until it ends; fulfilled when it stands. */
+  static async open(
+    service: Service,
+    options: SessionOptions,
+    siblings: Set<InterceptSession>,
+    signal?: AbortSignal,
+  ): Promise<InterceptSession> {
+    signal?.throwIfAborted();
+    const session = new InterceptSession(service, options, siblings);
+    siblings.add(session);
+    session.#running = session.#run();
+    const { promise } = session.#connected;
+    try {
+      await (signal === undefined ? promise : unlessAborted(promise, signal));
+    } catch (error) {
+      session.#abandon(new SessionLost("The session was not opened", { reason: "SESSION_CLOSED" }));
+      await session.#running;
+      throw error;
+    }
+    return session;
+  }
+
+  /** Changes when the gate did not take the old one up again. */
+  get sessionId(): string {
+    return this.#sessionId;
+  }
+
+  /** Calls to answer, oldest first; ends when the session is closed or finished. Several loops may share it. */
+  calls(options: { readonly signal?: AbortSignal } = {}): AsyncIterableIterator<ModelCall, undefined> {
+    const iterator: AsyncIterableIterator<ModelCall, undefined> = {
+      next: async () => {
+        const call = await this.nextCall(options.signal);
+        return call === undefined ? { done: true, value: undefined } : { done: false, value: call };
+      },
+      return: async () => ({ done: true, value: undefined }),
+      [Symbol.asyncIterator]: () => iterator,
+    };
+    return iterator;
+  }
+
+  /** The next of `calls()`; undefined = there will be no more. */
+  async nextCall(signal?: AbortSignal): Promise<ModelCall | undefined> {
+    const call = await this.#leases.nextCall(signal);
+    if (call === undefined && this.#failure !== undefined && !this.#closing) {
+      throw this.#failure;
+    }
+    return call;
+  }
+
+  /** Ends `calls()` once those that have come are handed out: nothing more is expected. */
+  finish(): void {
+    this.#leases.finish();
+  }
+
+  /** Tells the gate which weights are the newest: staleness bounds are judged against it. */
+  announce(policyVersion: number): void {
+    this.#policyVersion = policyVersion;
+    this.#send({ case: "policy", value: { policyVersion: BigInt(policyVersion) } });
+  }
+
+  /** Replaces the window: at most so many calls (0 = none for now) leased and not answered; bytes as before if absent. */
+  setCredits(calls: number, bytes?: number): void {
+    if (!Number.isInteger(calls) || calls < 0) {
+      throw new InvalidArgument("Credits are whole and not negative", { reason: "CREDITS" });
+    }
+    this.#credits = bytes === undefined ? { ...this.#credits, calls } : window(calls, bytes);
+    this.#send({ case: "credits", value: this.#credits });
+  }
+
+  /**
+   * Holds the calls of this selector, for every session and for the model source; agents see keep-alives.
+   *
+   * @param reason for the logs, for example "weight sync".
+   * @param maxDurationMs after which calls flow again by themselves; absent = 10 min.
+   * @returns calls that are leased or dispatched now; answers to them are still taken.
+   */
+  async pause(reason = "", maxDurationMs?: number): Promise<number> {
+    this.#throwIfOver();
+    return this.#pauses.pause(reason, maxDurationMs);
+  }
+
+  /** Lets calls flow again. */
+  async resume(): Promise<void> {
+    this.#throwIfOver();
+    return this.#pauses.resume();
+  }
+
+  /** Sends what is still to be sent and says goodbye: calls without an answer are queued again at once. */
+  async close(): Promise<void> {
+    this.#closing = true;
+    this.#wake.set();
+    const closed = new SessionLost("The session is closed", { reason: "SESSION_CLOSED" });
+    // A gate that does not answer will notice by our silence that we are gone.
+    const timer = setTimeout(() => this.#abandon(closed), GOODBYE_MS);
+    await this.#running;
+    clearTimeout(timer);
+    this.#end(closed);
+  }
+
+  async [Symbol.asyncDispose](): Promise<void> {
+    await this.close();
+  }
+
+  // The stream.
+
+  #send(frame: Frame): void {
+    this.#outbox.push(frame);
+    this.#wake.set();
+  }
+
+  /** Connects, converses, and connects again until the session is closed or cannot be saved. Never rejects. */
+  async #run(): Promise<void> {
+    const backoff = new Backoff();
+    try {
+      for (;;) {
+        const began = performance.now();
+        try {
+          await new Conversation(this.#service.peer, this.#client, this.#party, this.#wake).run(this.#ended.signal);
+          return;
+        } catch (error) {
+          if (!this.#sessionId || this.#closing || this.#ended.signal.aborted || !passes(error)) {
+            throw error;
+          }
+          if (performance.now() - began > SETTLED_MS) {
+            backoff.reset();
+          }
+          const wish = this.#goAway ?? error;
+          this.#goAway = undefined;
+          const { reconnectTimeoutMs = 300_000 } = this.#options;
+          if (performance.now() - this.#lastReceived > reconnectTimeoutMs) {
+            const seconds = Math.round(reconnectTimeoutMs / 1000);
+            throw new SessionLost(`The session could not be taken up again in ${seconds} s: ${error.message}`, {
+              reason: "SESSION_LOST",
+              cause: error,
+            });
+          }
+          await pause(backoff.next(wish), this.#ended.signal);
+        }
+      }
+    } catch (error) {
+      this.#end(
+        error instanceof PenstockError
+          ? error
+          : new Internal(`What the gate said could not be taken: ${String(error)}`, {
+              reason: "PROTOCOL",
+              cause: error,
+            }),
+      );
+    }
+  }
+
+  #hello(): Frame {
+    const { runId, groupId, rolloutIds, labels, identity, messages = false, bodies = false } = this.#options;
+    return {
+      case: "hello",
+      value: {
+        selector: {
+          runId,
+          groupId,
+          rolloutIds: [...(rolloutIds ?? [])],
+          labels: { ...labels },
+        },
+        // None for now is said by a frame of its own, after Welcome.
+        credits: { ...this.#credits, calls: Math.max(1, this.#credits.calls) },
+        identity: identity || hostname(),
+        policyVersion: this.#policyVersion === undefined ? undefined : BigInt(this.#policyVersion),
+        view: { messages, body: bodies },
+        ...(this.#sessionId && { resumeSessionId: this.#sessionId, held: { callIds: this.#leases.callIds } }),
+      },
+    };
+  }
+
+  /** After Welcome: what was lost is told, what is unanswered is sent again. */
+  #takeUp(welcome: Welcome): void {
+    this.#sessionId = welcome.sessionId;
+    this.#outbox = this.#credits.calls === 0 ? [{ case: "credits", value: this.#credits }] : [];
+    this.#leases.takenUp(welcome.resumed ? new Set(welcome.heldCallIds) : undefined);
+    this.#outbox.push(...this.#pauses.takenUp(welcome.resumed));
+    this.#connected.resolve();
+  }
+
+  #nextFrame(): Frame | undefined {
+    const frame = this.#outbox.shift();
+    if (frame !== undefined) {
+      return frame;
+    }
+    const results = this.#leases.nextResults();
+    return results === undefined ? undefined : { case: "results", value: results };
+  }
+
+  #receive(frame: InterceptResponse["frame"]): void {
+    switch (frame.case) {
+      case "calls":
+        for (const call of frame.value.calls) {
+          this.#leases.leased(call);
+        }
+        break;
+      case "acknowledged":
+        for (const callId of frame.value.acceptedCallIds) {
+          this.#leases.accepted(callId);
+        }
+        for (const rejected of frame.value.rejected) {
+          this.#leases.rejected(rejected);
+        }
+        break;
+      case "cancelled":
+        for (const callId of frame.value.callIds) {
+          this.#leases.cancelled(callId, frame.value.reason || "CANCELLED");
+        }
+        break;
+      case "rolloutsClosed":
+        this.#leases.closed(new Set(frame.value.rolloutIds));
+        break;
+      case "paused":
+        this.#pauses.paused(frame.value.openCalls);
+        break;
+      case "resumed":
+        this.#pauses.resumed();
+        break;
+      case "goAway": {
+        const { reason, retryAfter } = frame.value;
+        this.#goAway = new Unavailable(reason, { reason: "GO_AWAY", retryAfterMs: milliseconds(retryAfter) });
+        break;
+      }
+      default: // heartbeats, and what a newer gate may say
+    }
+  }
+
+  #throwIfOver(): void {
+    if (this.#failure !== undefined) {
+      throw this.#failure;
+    }
+  }
+
+  /** Ends the stream, or the wait for the next one, at once. */
+  #abandon(error: PenstockError): void {
+    this.#closing = true;
+    this.#ended.abort(error);
+    this.#wake.set();
+  }
+
+  /** Nothing comes or goes any more: everybody who waits is told. */
+  #end(error: PenstockError): void {
+    if (this.#failure !== undefined) {
+      return;
+    }
+    this.#failure = error;
+    this.#siblings.delete(this);
+    this.#connected.reject(error);
+    this.#pauses.end(error);
+    this.#leases.end(error);
+  }
+}
+
+/** Whether connecting again may help: the transport broke, or the gate restarts or lost our heartbeats. */
+function passes(error: unknown): error is PenstockError {
+  if (error instanceof Aborted) {
+    return false; // another process took the session over
+  }
+  if (error instanceof Unavailable || error instanceof Cancelled || error instanceof DeadlineExceeded) {
+    return true;
+  }
+  return error instanceof Internal && error.reason.startsWith("TRANSPORT_");
+}
+
+/** The gate's side of a connection: the sessions that are open. */
+export class Gate {
+  readonly #service: Service;
+  readonly #sessions = new Set<InterceptSession>();
+
+  constructor(service: Service) {
+    this.#service = service;
+  }
+
+  async open(options: SessionOptions, signal?: AbortSignal): Promise<InterceptSession> {
+    return InterceptSession.open(this.#service, options, this.#sessions, signal);
+  }
+
+  /** Says goodbye in each. */
+  async close(): Promise<void> {
+    await Promise.all([...this.#sessions].map((session) => session.close()));
+  }
+}

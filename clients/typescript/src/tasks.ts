@@ -1,0 +1,251 @@
+/** What a rollout is made of: task, verifier, agent, sandbox, limits. Times are in milliseconds. */
+
+import { create, type JsonObject, type MessageInitShape } from "@bufbuild/protobuf";
+import type { Sampling } from "./completions.js";
+import { InvalidArgument } from "./errors.js";
+import {
+  type RolloutSpec,
+  RolloutSpecSchema,
+  type TaskSchema,
+  type VerifierSchema,
+} from "./gen/penstock/driver/v1/rollout_pb.js";
+import { type ModelSourceSchema, ModeSchema } from "./gen/penstock/interception/v1/interception_pb.js";
+import type { CommandSchema } from "./gen/penstock/sandbox/v1/process_service_pb.js";
+import type { ResourcesSchema } from "./gen/penstock/sandbox/v1/sandbox_pb.js";
+import type { SeedFileSchema } from "./gen/penstock/sandbox/v1/sandbox_service_pb.js";
+import { duration, number } from "./wire.js";
+
+/** What to run: a line for the sandbox's shell, or an argument vector. */
+export type Command =
+  | string
+  | ({ readonly argv: readonly string[]; readonly shell?: never } & CommandOptions)
+  | ({ readonly shell: string; readonly argv?: never } & CommandOptions);
+
+export interface CommandOptions {
+  readonly env?: Readonly<Record<string, string>>;
+  /** Appears in no log and no listing. */
+  readonly secretEnv?: Readonly<Record<string, string>>;
+  readonly cwd?: string;
+  readonly timeoutMs?: number;
+  readonly user?: string;
+}
+
+/** Files to put in place, by path: absolute, or relative to the working directory. */
+export type Files = Readonly<Record<string, string | Uint8Array>>;
+
+/** How a reward is made, after the agent is dead. */
+export interface Verifier {
+  readonly commands: readonly Command[];
+  /** Absent while the agent runs. */
+  readonly files?: Files;
+  /** By the share of commands that passed (the default), or by a number in the file that `PENSTOCK_REWARD_FILE` names. */
+  readonly reward?: "passed_share" | "file";
+  /** Default: [0, 1]. */
+  readonly range?: readonly [number, number];
+  readonly commandTimeoutMs?: number;
+  /** Grades in a fork of the prepared state, with what the agent changed below `changesBelow`. */
+  readonly freshFork?: boolean;
+  /** Paths and globs that are put back into the prepared state first. */
+  readonly restore?: readonly string[];
+  readonly changesBelow?: readonly string[];
+  /** The components that the reward file must have, and their ranges. */
+  readonly componentRanges?: Readonly<Record<string, readonly [number, number]>>;
+}
+
+/** What an agent shall do, and how one sees whether it did. */
+export interface Task {
+  readonly taskId: string;
+  readonly instruction: string;
+  readonly files?: Files;
+  readonly setup?: readonly Command[];
+  readonly verifier?: Verifier;
+  readonly env?: Readonly<Record<string, string>>;
+  /** Carried through to the trajectory. */
+  readonly metadata?: JsonObject;
+}
+
+/** Who answers where the trainer does not, and whose tokenizer makes the prompts. */
+export type Source =
+  | { readonly inference: string; readonly adapter?: string }
+  | { readonly upstream: string; readonly model?: string }
+  | { readonly baseUrl: string; readonly apiKey: string; readonly model?: string }
+  | { readonly tokenizer: string };
+
+/** What a rollout may be told beside its task. */
+export interface RolloutOptions {
+  /** Default: interception_gate. */
+  readonly mode?: "interception_gate" | "transparent_proxy" | "black_box";
+  /** Default: the operator's default inference service. */
+  readonly source?: Source;
+  /** Options of the agent's spec. */
+  readonly options?: JsonObject;
+  /** Whether the agent's permission prompts are skipped. */
+  readonly skipPermissions?: boolean;
+  readonly sandbox?: {
+    readonly backend?: string;
+    readonly image?: string;
+    readonly user?: string;
+    readonly ownKernel?: boolean;
+    readonly resources?: {
+      readonly cpu?: number;
+      readonly memoryBytes?: number;
+      readonly pids?: number;
+      readonly diskBytes?: number;
+    };
+  };
+  readonly limits?: {
+    readonly prepareMs?: number;
+    readonly setupMs?: number;
+    readonly agentMs?: number;
+    readonly verifyMs?: number;
+  };
+  /** Of this rollout at the gate; what is absent is unlimited. */
+  readonly budgets?: {
+    readonly maxCalls?: number;
+    readonly maxPromptTokens?: number;
+    readonly maxCompletionTokens?: number;
+    readonly maxTotalTokens?: number;
+    readonly maxTokensPerCall?: number;
+    readonly callTimeoutMs?: number;
+    readonly wallTimeMs?: number;
+    readonly maxToolCalls?: number;
+  };
+  /** Which weights may answer. */
+  readonly policy?: { readonly minVersion?: number; readonly maxStaleness?: number };
+  readonly runId?: string;
+  readonly labels?: Readonly<Record<string, string>>;
+  /** For the agent's option `seed`; in a group, seed + index. */
+  readonly seed?: number;
+  /** Replaces, field by field, what the agent asks for. */
+  readonly sampling?: Sampling;
+  /** How often it may be tried in all, where a failure says nothing about the policy. Default 1. */
+  readonly maxAttempts?: number;
+}
+
+/** The proto of all that defines a rollout. */
+export function specOf(task: Task, agent: string, options: RolloutOptions): RolloutSpec {
+  const { sandbox, limits, budgets, policy, source, runId, seed, sampling, maxAttempts } = options;
+  return create(RolloutSpecSchema, {
+    task: taskOf(task),
+    agent: { name: agent, options: options.options ?? {}, skipPermissions: options.skipPermissions ?? false },
+    mode: number(ModeSchema, options.mode ?? "interception_gate"),
+    labels: { ...options.labels },
+    source: source && sourceOf(source),
+    sandbox: sandbox && { ...sandbox, resources: sandbox.resources && resourcesOf(sandbox.resources) },
+    limits: limits && {
+      prepare: duration(limits.prepareMs),
+      setup: duration(limits.setupMs),
+      agent: duration(limits.agentMs),
+      verify: duration(limits.verifyMs),
+    },
+    budgets: budgets && {
+      maxCalls: budgets.maxCalls,
+      maxPromptTokens: whole(budgets.maxPromptTokens),
+      maxCompletionTokens: whole(budgets.maxCompletionTokens),
+      maxTotalTokens: whole(budgets.maxTotalTokens),
+      maxTokensPerCall: budgets.maxTokensPerCall,
+      callTimeout: duration(budgets.callTimeoutMs),
+      wallTime: duration(budgets.wallTimeMs),
+      maxToolCalls: budgets.maxToolCalls,
+    },
+    policy: policy && { minVersion: whole(policy.minVersion), maxStaleness: whole(policy.maxStaleness) },
+    runId,
+    seed: whole(seed),
+    samplingOverride: sampling,
+    maxAttempts,
+  });
+}
+
+function taskOf(task: Task): MessageInitShape<typeof TaskSchema> {
+  return {
+    taskId: task.taskId,
+    instruction: task.instruction,
+    files: filesOf(task.files),
+    setup: (task.setup ?? []).map(commandOf),
+    verifier: task.verifier && verifierOf(task.verifier),
+    env: { ...task.env },
+    metadata: task.metadata ?? {},
+  };
+}
+
+function verifierOf(verifier: Verifier): MessageInitShape<typeof VerifierSchema> {
+  const { range, componentRanges = {} } = verifier;
+  return {
+    files: filesOf(verifier.files),
+    commands: verifier.commands.map(commandOf),
+    reward: { case: verifier.reward === "file" ? "rewardFile" : "passedShare", value: {} },
+    rangeMin: range?.[0],
+    rangeMax: range?.[1],
+    commandTimeout: duration(verifier.commandTimeoutMs),
+    freshFork: verifier.freshFork ?? false,
+    restore: [...(verifier.restore ?? [])],
+    changesBelow: [...(verifier.changesBelow ?? [])],
+    componentRanges: Object.fromEntries(
+      Object.entries(componentRanges).map(([name, [min, max]]) => [name, { min, max }]),
+    ),
+  };
+}
+
+function filesOf(files: Files = {}): MessageInitShape<typeof SeedFileSchema>[] {
+  return Object.entries(files).map(([path, content]) => ({
+    path,
+    content: typeof content === "string" ? new TextEncoder().encode(content) : content,
+  }));
+}
+
+function commandOf(command: Command): MessageInitShape<typeof CommandSchema> {
+  if (typeof command === "string") {
+    return { command: { case: "shell", value: command } };
+  }
+  if ((command.argv === undefined) === (command.shell === undefined)) {
+    throw new InvalidArgument("A command has either argv or shell", { reason: "COMMAND" });
+  }
+  const { env = {}, secretEnv = {}, cwd = "", user = "" } = command;
+  return {
+    command:
+      command.argv === undefined
+        ? { case: "shell", value: command.shell }
+        : { case: "argv", value: { args: [...command.argv] } },
+    env: { ...env },
+    secretEnv: { ...secretEnv },
+    cwd,
+    user,
+    timeout: duration(command.timeoutMs),
+  };
+}
+
+function sourceOf(source: Source): MessageInitShape<typeof ModelSourceSchema> {
+  if ("inference" in source) {
+    return { source: { case: "inference", value: { name: source.inference, adapter: source.adapter ?? "" } } };
+  }
+  if ("tokenizer" in source) {
+    return { source: { case: "tokenizer", value: { name: source.tokenizer } } };
+  }
+  const { model = "" } = source;
+  return "upstream" in source
+    ? { source: { case: "upstream", value: { endpoint: { case: "name", value: source.upstream }, model } } }
+    : {
+        source: {
+          case: "upstream",
+          value: {
+            endpoint: { case: "caller", value: { baseUrl: source.baseUrl, apiKey: source.apiKey } },
+            model,
+          },
+        },
+      };
+}
+
+function resourcesOf(
+  given: NonNullable<NonNullable<RolloutOptions["sandbox"]>["resources"]>,
+): MessageInitShape<typeof ResourcesSchema> {
+  return {
+    cpu: given.cpu,
+    memoryBytes: whole(given.memoryBytes),
+    pids: given.pids,
+    diskBytes: whole(given.diskBytes),
+  };
+}
+
+function whole(value: number | undefined): bigint | undefined {
+  return value === undefined ? undefined : BigInt(value);
+}

@@ -1,0 +1,109 @@
+/** Where the services are, and where a token may go. */
+
+import assert from "node:assert/strict";
+import { chmodSync, mkdtempSync, rmSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import { env, pid } from "node:process";
+import { afterEach, beforeEach, describe, it } from "node:test";
+import { type ConnectOptions, resolve } from "../endpoints.js";
+import { ConfigurationError } from "../errors.js";
+
+const KEYS = ["TOKEN", "TOKEN_FILE", "CA_FILE", "CONNECTION", "DRIVER_ADDRESS"].map((name) => `PENSTOCK_${name}`);
+
+function refused(given: ConnectOptions): string {
+  try {
+    resolve(given);
+  } catch (error) {
+    assert(error instanceof ConfigurationError);
+    return error.reason;
+  }
+  return "";
+}
+
+describe("where the services are", () => {
+  let folder = "";
+
+  beforeEach(() => {
+    folder = mkdtempSync(join(tmpdir(), "penstock-"));
+    for (const key of KEYS) {
+      delete env[key];
+    }
+    env["XDG_STATE_HOME"] = folder;
+  });
+  afterEach(() => rmSync(folder, { recursive: true }));
+
+  function file(content: object | string, mode = 0o600): string {
+    const path = join(folder, "connection.json");
+    writeFileSync(path, typeof content === "string" ? content : JSON.stringify(content));
+    chmodSync(path, mode);
+    return path;
+  }
+
+  it("is loopback when nothing is said", () => {
+    assert.deepEqual(resolve().addresses, {
+      sandbox: "127.0.0.1:7701",
+      driver: "127.0.0.1:7702",
+      interception: "127.0.0.1:7703",
+      inference: "127.0.0.1:7704",
+    });
+  });
+
+  it("is what the caller says before the environment, and that before the file", () => {
+    env["PENSTOCK_CONNECTION"] = file({ pid, addresses: { driver: "127.0.0.1:3" }, token: "filed" });
+    assert.deepEqual(
+      [resolve().addresses.driver, resolve().token, resolve({ token: "said" }).token],
+      ["127.0.0.1:3", "filed", "said"],
+    );
+    env["PENSTOCK_DRIVER_ADDRESS"] = "127.0.0.1:2";
+    env["PENSTOCK_TOKEN"] = "surrounding";
+    assert.deepEqual([resolve().addresses.driver, resolve().token], ["127.0.0.1:2", "surrounding"]);
+    assert.equal(resolve({ addresses: { driver: "127.0.0.1:1" } }).addresses.driver, "127.0.0.1:1");
+    assert.equal(resolve({ host: "::1" }).addresses.driver, "[::1]:7702");
+  });
+
+  it("is not what a stack said that is dead", () => {
+    env["PENSTOCK_CONNECTION"] = file({ pid: 2 ** 22 + 1, addresses: { driver: "127.0.0.1:3" }, token: "filed" });
+    assert.deepEqual([resolve().addresses.driver, resolve().token], ["127.0.0.1:7702", undefined]);
+  });
+
+  it("names a certificate beside the file that names it", () => {
+    const path = file({ pid: null, addresses: { driver: "far.example:1" }, token: "t", ca: "ca.pem" });
+    assert.deepEqual(resolve({ connectionFile: path }).tls, { caFile: join(folder, "ca.pem") });
+  });
+
+  it("refuses files that are open, broken or absent", () => {
+    assert.equal(refused({ connectionFile: file({ addresses: {}, token: null }, 0o640) }), "CONNECTION_FILE_OPEN");
+    assert.equal(refused({ connectionFile: file("{") }), "CONNECTION_FILE");
+    assert.equal(refused({ connectionFile: file("[]") }), "CONNECTION_FILE");
+    assert.equal(refused({ connectionFile: join(folder, "none") }), "CONNECTION_FILE");
+  });
+
+  it("refuses addresses that are none, and two answers to one question", () => {
+    for (const driver of ["x", "x:", ":1", "x:0", "x:65536", "x:1a", "unix:", "a/b:1", "x y:1"]) {
+      assert.equal(refused({ addresses: { driver } }), "TARGET", driver);
+    }
+    for (const host of ["", " ", "a/b", "a:1"]) {
+      assert.equal(refused({ host }), "TARGET", host);
+    }
+    assert.equal(refused({ addresses: { nobody: "x:1" } as never }), "TARGET");
+    assert.equal(refused({ host: "a", connectionFile: "b" }), "TARGET");
+  });
+
+  it("sends a token in clear to this machine only", () => {
+    for (const driver of ["127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1", "unix:/run/x"]) {
+      assert.equal(refused({ addresses: { driver }, token: "t" }), "", driver);
+    }
+    for (const driver of ["192.0.2.1:1", "localhost.example:1", "127.0.0.1.example:1", "[::2]:1", "0.0.0.0:1"]) {
+      assert.equal(refused({ addresses: { driver }, token: "t" }), "TOKEN_IN_CLEAR", driver);
+      assert.equal(refused({ addresses: { driver } }), "", driver);
+      assert.equal(refused({ addresses: { driver }, token: "t", tls: {} }), "", driver);
+    }
+  });
+
+  it("refuses tokens that are blank or have more than printable ASCII", () => {
+    for (const token of ["", " ", " t", "t\n", "ä", "t\u0000"]) {
+      assert.equal(refused({ token }), "TOKEN", JSON.stringify(token));
+    }
+  });
+});

@@ -1,0 +1,65 @@
+/** What is asked of the flow of calls, and whose answer an answer of the gate is (R26). */
+
+import assert from "node:assert/strict";
+import { beforeEach, describe, it } from "node:test";
+import type { Frame } from "../conversations.js";
+import { SessionLost } from "../errors.js";
+import { Pauses } from "../pauses.js";
+
+describe("pauses of a session", () => {
+  let sent: (string | undefined)[] = [];
+  let pauses: Pauses;
+
+  beforeEach(() => {
+    sent = [];
+    pauses = new Pauses((frame: Frame) => sent.push(frame.case));
+  });
+
+  const again = (resumed: boolean) => pauses.takenUp(resumed).map((frame) => frame.case);
+
+  it("are asked for themselves after a resume that nobody waited for, and answered in order", async () => {
+    const asked = [pauses.pause("", undefined), pauses.resume(), pauses.pause("", undefined), pauses.pause("", undefined)];
+    assert.deepEqual(sent, ["pause", "resume", "pause"]);
+    pauses.paused(1);
+    pauses.resumed();
+    pauses.resumed(); // the first one ran out in between: nobody's answer
+    pauses.paused(2);
+    assert.deepEqual(await Promise.all(asked), [1, undefined, 2, 2]);
+  });
+
+  it("that differ in their time are not one", async () => {
+    const asked = [pauses.pause("", 1), pauses.pause("", 2)];
+    assert.deepEqual(sent, ["pause", "pause"]);
+    pauses.paused(1);
+    pauses.paused(2);
+    assert.deepEqual(await Promise.all(asked), [1, 2]);
+  });
+
+  it("are told again, in order, to a gate that may not have heard them", async () => {
+    const asked = [pauses.pause("", undefined), pauses.resume(), pauses.pause("", undefined)];
+    pauses.paused(1);
+    pauses.resumed();
+    assert.deepEqual([again(true), again(false)], [["pause"], ["pause"]]);
+    pauses.paused(2);
+    await Promise.all(asked);
+    assert.deepEqual([again(true), again(false)], [[], ["pause"]]);
+  });
+
+  it("that ran out, or were ended, are not wanted any more", async () => {
+    const pausing = pauses.pause("", 1);
+    pauses.paused(0);
+    await pausing;
+    pauses.resumed();
+    assert.deepEqual(again(false), []);
+  });
+
+  it("reject when the session ends", async () => {
+    const asked = Promise.allSettled([pauses.pause("", undefined), pauses.resume()]);
+    const lost = new SessionLost("gone", { reason: "SESSION_LOST" });
+    pauses.end(lost);
+    assert.deepEqual(
+      (await asked).map((each) => each.status === "rejected" && each.reason),
+      [lost, lost],
+    );
+  });
+});

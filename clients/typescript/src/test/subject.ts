@@ -1,0 +1,278 @@
+/**
+ * This client's subject in the conformance suite of clients (tests/conformance/clients/README.md): carries out the commands that come
+ * on standard input, each as it comes, and says what came of it.
+ */
+
+import { stdin, stdout } from "node:process";
+import { createInterface } from "node:readline";
+import { unlessAborted } from "../calls.js";
+import {
+  Completion,
+  connect,
+  type GroupHandle,
+  type InterceptSession,
+  type ModelCall,
+  type Penstock,
+  PenstockError,
+  type RolloutHandle,
+  type RolloutOptions,
+  type RolloutResult,
+  type Task,
+} from "../index.js";
+
+// What comes is JSON, as the suite defines it.
+type Given = any;
+
+const clients = new Map<string, Penstock>();
+const rollouts = new Map<string, RolloutHandle>();
+const groups = new Map<string, GroupHandle>();
+const sessions = new Map<string, InterceptSession>();
+const iterators = new Map<string, AsyncIterator<ModelCall, undefined>>();
+const calls = new Map<string, ModelCall>();
+const running = new Map<number, AbortController>();
+
+const ABORTED = new Error("aborted by the suite");
+
+function hex(bytes: ArrayBufferView): string {
+  return Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength).toString("hex");
+}
+
+function unhex(text: string): ArrayBuffer {
+  return Uint8Array.from(Buffer.from(text, "hex")).buffer;
+}
+
+function named<T>(kept: Map<string, T>, name: string): T {
+  const found = kept.get(name);
+  if (found === undefined) {
+    throw new TypeError(`there is no ${name}`);
+  }
+  return found;
+}
+
+function observedError(error: unknown): object {
+  if (error === ABORTED) {
+    return { kind: "aborted" };
+  }
+  if (error instanceof DOMException && error.name === "TimeoutError") {
+    return { kind: "timeout" };
+  }
+  if (!(error instanceof PenstockError)) {
+    throw error;
+  }
+  return {
+    kind: error.name
+      .replace(/Error$/, "")
+      .replace(/(?<=.)(?=[A-Z])/g, "_")
+      .toLowerCase(),
+    reason: error.reason,
+    message: error.message,
+    metadata: error.metadata,
+    violations: error.violations,
+    retry_after_s: error.retryAfterMs === undefined ? null : error.retryAfterMs / 1000,
+  };
+}
+
+function observedResult({ rollout, outcome, trajectory }: RolloutResult): object {
+  const { failure, reward } = outcome;
+  return {
+    rollout_id: rollout.rolloutId,
+    index: rollout.index,
+    reward: reward?.value ?? null,
+    failure: failure ? { cause: failure.cause, reason: failure.reason, retriable: failure.retriable } : null,
+    grade: trajectory?.grade ?? null,
+    samples: (trajectory?.samples ?? []).map((sample) => ({
+      input_ids: hex(sample.inputIds),
+      loss_mask: hex(sample.lossMask),
+      logprobs: sample.logprobs ? hex(sample.logprobs) : null,
+      versions: sample.versions.map((item) => [item.policyVersion, item.start, item.end]),
+      turns: sample.turns.map((item) => [item.callId, item.start, item.end, item.untrainedReason]),
+      prompt_count: sample.promptCount,
+      weight: sample.weight,
+      branch_class: sample.branchClass,
+      truncated: sample.truncated,
+    })),
+  };
+}
+
+function taskOf(spec: Given): Task {
+  return {
+    taskId: spec.task_id,
+    instruction: spec.instruction,
+    files: spec.files ?? {},
+    setup: spec.setup ?? [],
+    ...(spec.verify && { verifier: { commands: spec.verify, reward: spec.reward } }),
+  };
+}
+
+function optionsOf(spec: Given, signal: AbortSignal): RolloutOptions & { signal: AbortSignal } {
+  return {
+    signal,
+    ...(spec.run_id && { runId: spec.run_id }),
+    ...(spec.labels && { labels: spec.labels }),
+    ...(spec.options && { options: spec.options }),
+    ...(spec.mode && { mode: spec.mode }),
+    ...(spec.max_calls && { budgets: { maxCalls: spec.max_calls } }),
+    ...(spec.agent_timeout_s && { limits: { agentMs: spec.agent_timeout_s * 1000 } }),
+    ...(spec.min_policy_version && { policy: { minVersion: spec.min_policy_version } }),
+  };
+}
+
+async function rolloutOf(given: Given, signal: AbortSignal): Promise<RolloutHandle> {
+  const known = rollouts.get(given.rollout_id);
+  return known ?? (await named(clients, given.client).rollouts.attach(given.rollout_id, { signal }));
+}
+
+async function groupOf(given: Given, signal: AbortSignal): Promise<GroupHandle> {
+  return groups.get(given.group_id) ?? (await named(clients, given.client).groups.attach(given.group_id, { signal }));
+}
+
+async function handleOf(given: Given, signal: AbortSignal): Promise<RolloutHandle | GroupHandle> {
+  return given.group_id ? groupOf(given, signal) : rolloutOf(given, signal);
+}
+
+/** Ends all that a case left open. */
+async function reset(own?: AbortController): Promise<void> {
+  for (const controller of running.values()) {
+    if (controller !== own) {
+      controller.abort(ABORTED);
+    }
+  }
+  await Promise.all([...iterators.values()].map((iterator) => iterator.return?.()));
+  await Promise.all([...clients.values()].map((client) => client.close()));
+  for (const kept of [clients, rollouts, groups, sessions, iterators, calls]) {
+    kept.clear();
+  }
+}
+
+type Command = (given: Given, signal: AbortSignal) => Promise<object | undefined | void>;
+
+const COMMANDS: Readonly<Record<string, Command>> = {
+  connect: async ({ client, addresses, connection_file, token, tls }) => {
+    const where = connection_file ? { connectionFile: connection_file } : { addresses };
+    clients.set(client, connect({ ...where, ...(token && { token }), ...(tls && { tls: { caFile: tls.ca } }) }));
+  },
+  close: async ({ client }) => {
+    await named(clients, client).close();
+    clients.delete(client);
+  },
+  create_rollout: async ({ client, spec }, signal) => {
+    const handle = await named(clients, client).rollouts.create(taskOf(spec), spec.agent, optionsOf(spec, signal));
+    rollouts.set(handle.rolloutId, handle);
+    return { rollout_id: handle.rolloutId };
+  },
+  create_group: async ({ client, spec, n }, signal) => {
+    const handle = await named(clients, client).groups.create(taskOf(spec), spec.agent, n, optionsOf(spec, signal));
+    groups.set(handle.groupId, handle);
+    return { group_id: handle.groupId, rollout_ids: handle.rolloutIds };
+  },
+  get_rollout: async ({ client, rollout_id }, signal) => {
+    const { rolloutId, phase, labels } = await named(clients, client).rollouts.get(rollout_id, { signal });
+    return { rollout_id: rolloutId, phase, labels };
+  },
+  list_rollouts: async ({ client, run_id }, signal) => {
+    const listed = await Array.fromAsync(named(clients, client).rollouts.list({ runId: run_id, signal }));
+    return { rollout_ids: listed.map((item) => item.rolloutId) };
+  },
+  events: async (given, signal) => {
+    const handle = await rolloutOf(given, signal);
+    const events = await Array.fromAsync(handle.events({ after: given.after ?? 0, signal }));
+    return { sequences: events.map((event) => event.sequence) };
+  },
+  result: async (given, signal) => {
+    const handle = await rolloutOf(given, signal);
+    const ended = await handle.result({ signal });
+    return observedResult({ ...ended, trajectory: await handle.trajectory({ samplesOnly: true, signal }) });
+  },
+  results: async (given, signal) => {
+    const results = await (await groupOf(given, signal)).results({ signal });
+    return { results: results.map(observedResult) };
+  },
+  cancel: async (given, signal) => (await handleOf(given, signal)).cancel(given.reason ?? "", { signal }),
+  delete: async (given, signal) => (await handleOf(given, signal)).delete({ signal }),
+  serve: async (given, signal) => {
+    iterators.set(given.session, (await handleOf(given, signal)).calls({ credits: given.credits }));
+  },
+  intercept: async ({ client, session, run_id, credits, policy_version, messages }, signal) => {
+    const opened = await named(clients, client).intercept({
+      runId: run_id,
+      credits,
+      signal,
+      ...(policy_version !== undefined && { policyVersion: policy_version }),
+      ...(messages !== undefined && { messages }),
+    });
+    sessions.set(session, opened);
+    iterators.set(session, opened.calls());
+    return { session_id: opened.sessionId };
+  },
+  next_call: async ({ session }) => {
+    const step = await named(iterators, session).next();
+    if (step.done) {
+      return { end: true };
+    }
+    const call = step.value;
+    calls.set(call.callId, call);
+    return {
+      call_id: call.callId,
+      rollout_id: call.rolloutId,
+      index: call.index,
+      prompt: hex(call.promptTokenIds),
+      prompt_count: call.promptCount,
+      max_tokens: call.sampling?.maxTokens ?? null,
+      lease_attempt: call.leaseAttempt,
+      messages: call.messages.map((message) => ({
+        role: ["", "system", "developer", "user", "assistant", "tool"][message.role],
+        text: message.parts.map(({ part }) => (part.case === "text" ? part.value.text : "")).join(""),
+      })),
+    };
+  },
+  deliver: async ({ call_id, token_ids, logprobs, policy_version, finish_reason }, signal) => {
+    const ids = new Int32Array(unhex(token_ids));
+    const completion = Completion.ofTokens(ids, new Float32Array(unhex(logprobs)), {
+      ...(policy_version !== undefined && { policyVersion: policy_version }),
+      finishReason: finish_reason ?? "stop",
+    });
+    await named(calls, call_id).deliver(completion, { signal });
+  },
+  deliver_text: async ({ call_id, text }, signal) => named(calls, call_id).deliver(Completion.ofText(text), { signal }),
+  fail: async ({ call_id, reason, message, retriable }, signal) =>
+    named(calls, call_id).fail(reason, { message, retriable, signal }),
+  delegate: async ({ call_id }, signal) => named(calls, call_id).delegate({ signal }),
+  release: async ({ call_id }, signal) => named(calls, call_id).release({ signal }),
+  call_ended: async ({ call_id }) => {
+    const call = named(calls, call_id);
+    if (!call.ended) {
+      await new Promise((resolve) => call.signal.addEventListener("abort", resolve));
+    }
+    return { reason: call.endReason };
+  },
+  announce: async ({ session, policy_version }) => named(sessions, session).announce(policy_version),
+  set_credits: async ({ session, calls: credits }) => named(sessions, session).setCredits(credits),
+  pause: async ({ session }, signal) => ({
+    open_calls: await unlessAborted(named(sessions, session).pause("conformance"), signal),
+  }),
+  resume: async ({ session }, signal) => unlessAborted(named(sessions, session).resume(), signal),
+  finish: async ({ session }) => named(sessions, session).finish(),
+  close_session: async ({ session }) => named(sessions, session).close(),
+  abort: async ({ target }) => running.get(target)?.abort(ABORTED),
+  reset: async ({ id }) => reset(running.get(id)),
+};
+
+async function answer(given: Given): Promise<void> {
+  const controller = new AbortController();
+  running.set(given.id, controller);
+  const { signal } = controller;
+  const either = given.timeout_s ? AbortSignal.any([signal, AbortSignal.timeout(given.timeout_s * 1000)]) : signal;
+  let said: object;
+  try {
+    said = { ok: (await COMMANDS[given.do]?.(given, either)) ?? {} };
+  } catch (error) {
+    said = { error: observedError(error) };
+  }
+  running.delete(given.id);
+  stdout.write(`${JSON.stringify({ id: given.id, ...said })}\n`);
+}
+
+for await (const line of createInterface({ input: stdin })) {
+  void answer(JSON.parse(line));
+}
+await reset();

@@ -1,0 +1,58 @@
+import { create } from "@bufbuild/protobuf";
+import fc from "fast-check";
+import { describe, expect, test } from "vitest";
+import { type RolloutSummary, RolloutSummarySchema } from "@gen/penstock/driver/v1/rollout_pb";
+import { type Call, CallSchema } from "@gen/penstock/trajectory/v1/trajectory_pb";
+import { divergence, divergenceWords, firstDifference } from "./divergence";
+import { advantage, bestAndWorst, spread } from "./spread";
+
+const bytes = (ids: readonly number[]): Uint8Array => new Uint8Array(Int32Array.from(ids).buffer);
+const call = (suffix: readonly number[], sampled: readonly number[], shared = 0): Call =>
+  create(CallSchema, { promptSuffixTokenIds: bytes(suffix), promptSharedCount: shared, promptCount: shared + suffix.length, completion: { span: { tokenIds: bytes(sampled), count: sampled.length } } });
+
+describe("where siblings part", () => {
+  test("the first token that differs is found in what was sampled or in what the agent sent", () => {
+    const first = call([1, 2], [3, 4]);
+    expect(divergence([first], [call([1, 2], [3, 9])])).toEqual({ turn: 0, where: "completion", token: 1 });
+    expect(divergence([first, call([5], [6], 4)], [first, call([7], [6], 4)])).toEqual({ turn: 1, where: "prompt", token: 0 });
+    expect(divergence([first], [first, call([5], [6], 4)])).toEqual({ turn: 1, where: "end", token: 0 });
+    expect(divergence([first], [first])).toBeUndefined();
+    expect(divergence([create(CallSchema)], [first])).toBeUndefined();
+    expect(divergenceWords({ turn: 0, where: "completion", token: 1 })).toBe("They part in turn 1, at token 2 of what the model sampled.");
+  });
+
+  test("all before the first difference is equal, and at it the two differ or one ends", () => {
+    const ids = fc.array(fc.integer({ min: 0, max: 2 }), { maxLength: 12 }).map((many) => Int32Array.from(many));
+    fc.assert(
+      fc.property(ids, ids, (a, b) => {
+        const at = firstDifference(a, b);
+        if (at < 0) expect([...a]).toEqual([...b]);
+        else {
+          expect([...a.slice(0, at)]).toEqual([...b.slice(0, at)]);
+          expect(a[at]).not.toBe(b[at]);
+        }
+      }),
+    );
+  });
+});
+
+describe("a group's figures", () => {
+  const rollout = (index: number, value?: number): RolloutSummary =>
+    create(RolloutSummarySchema, { rolloutId: `r${index}`, index, ...(value !== undefined && { reward: { value, rangeMin: 0, rangeMax: 1 } }) });
+
+  test("the best and the worst are chosen, and those without a reward only where there are no two with one", () => {
+    expect(bestAndWorst([rollout(0, 0.5), rollout(1), rollout(2, 1), rollout(3, 0)])).toEqual(["r2", "r3"]);
+    expect(bestAndWorst([rollout(0), rollout(1, 0)])).toEqual(["r1", "r0"]);
+    expect(bestAndWorst([rollout(0), rollout(1)])).toEqual(["r0", "r1"]);
+    expect(bestAndWorst([rollout(0, 1)])).toBeUndefined();
+  });
+
+  test("rewards that are all equal set nobody apart", () => {
+    const equal = spread([0.1, 0.1, 0.1]);
+    expect(equal && advantage(0.1, equal)).toBeUndefined();
+    const differing = spread([0, 1]);
+    expect(differing).toMatchObject({ mean: 0.5, deviation: 0.5, least: 0, most: 1, count: 2 });
+    expect(differing && advantage(1, differing)).toBe(1);
+    expect(spread([])).toBeUndefined();
+  });
+});

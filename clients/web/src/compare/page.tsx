@@ -1,0 +1,309 @@
+/** A group's page: its siblings beside each other, what set their rewards apart, and where two of them part. */
+
+import { timestampMs } from "@bufbuild/protobuf/wkt";
+import { useComputed, useSignal } from "@preact/signals";
+import { useEffect, useMemo, useRef } from "preact/hooks";
+import { Phase, type RolloutSummary } from "@gen/penstock/driver/v1/rollout_pb";
+import { href, type Params, setQuery } from "../lib/router";
+import { FollowingNotice, TroubleNotice } from "../ui/notice";
+import { CancelButton } from "../rollout/header";
+import { type Capture, NO_CAPTURE, vocabulary as readVocabulary } from "../rollout/records";
+import { oneLine } from "../rollout/safe";
+import { Inspector, Legend } from "../rollout/tokenview";
+import { conversationTree, type Turn } from "../rollout/tree";
+import { TurnView } from "../rollout/turn";
+import type { Vocabulary } from "../rollout/vocabulary";
+import { causeSentence, counted, durationWords, figure, phaseWord } from "../rollout/words";
+import "../rollout/rollout.css";
+import "./compare.css";
+import { type Divergence, divergence, divergenceWords } from "./divergence";
+import { followGroup, type GroupModel, readCapture, type Reading } from "./model";
+import { RewardStrip } from "./strip";
+import { advantage, bestAndWorst, rewardOf, spread, type Spread } from "./spread";
+
+export default function Page({ params, query }: { params: Params; query: URLSearchParams }) {
+  const id = params["id"] ?? "";
+  const model = useMemo(() => followGroup(id), [id]);
+  useEffect(() => () => model.stop(), [model]);
+  const group = model.group.value;
+  if (model.isUnknown.value && !group) {
+    return (
+      <div class="empty" role="alert">
+        <h1>There is no group {oneLine(id, 60)}</h1>
+        <p>It was deleted, its address is not complete, or it belongs to other services than these.</p>
+        <p>
+          <a href={href("/")}>All rollouts</a>
+        </p>
+      </div>
+    );
+  }
+  if (!group) return <FollowingNotice following={model.following} />;
+  return <Known model={model} query={query} />;
+}
+
+function Known({ model, query }: { model: GroupModel; query: URLSearchParams }) {
+  const group = model.group.value;
+  const rollouts = model.rollouts.value;
+  const rewards = rollouts.flatMap((rollout) => rewardOf(rollout) ?? []);
+  const figures = spread(rewards);
+  const chosen = pair(query, rollouts);
+  const ended = rollouts.filter((rollout) => rollout.phase === Phase.ENDED).length;
+  if (!group) return null;
+  return (
+    <div class="group">
+      <FollowingNotice following={model.following} />
+      <header class="rollout-title">
+        <h1>
+          <span class="muted">Group</span> <code>{oneLine(model.id, 140)}</code>
+        </h1>
+        <span class={group.complete ? "chip good" : ended === rollouts.length && ended > 0 ? "chip warn" : "chip busy"}>
+          {ended} of {rollouts.length} ended
+        </span>
+        <span class="grow" />
+        {ended < rollouts.length && <CancelButton cancel={model.cancel} what="group" />}
+      </header>
+      <div class="group-top">
+        <section class="card panel" aria-label="Rewards">
+          <h2>Rewards</h2>
+          <RewardStrip rollouts={rollouts} chosen={chosen} onChoose={(rollout) => choose(chosen, "right", rollout.rolloutId)} />
+          <SpreadWords figures={figures} total={rollouts.length} />
+        </section>
+        <section class="card panel" aria-label="Task">
+          <h2>Task</h2>
+          <p>
+            <code>{oneLine(group.spec?.task?.taskId ?? "", 80)}</code> by {oneLine(group.spec?.agent?.name ?? "", 60)}
+          </p>
+          <p class="muted">{oneLine(group.spec?.task?.instruction ?? "", 280)}</p>
+          <p class="muted num">
+            {counted(group.size, "result")} wanted{group.spares > 0 && `, ${counted(group.spares, "spare")}`}
+            {group.quorum !== group.size && `, quorum ${group.quorum}`}
+          </p>
+        </section>
+      </div>
+      <SiblingTable rollouts={rollouts} figures={figures} chosen={chosen} />
+      {chosen && <Comparison key={chosen.join(" ")} left={find(rollouts, chosen[0])} right={find(rollouts, chosen[1])} />}
+      <Inspector />
+    </div>
+  );
+}
+
+type Pair = readonly [string, string];
+const find = (rollouts: readonly RolloutSummary[], id: string): RolloutSummary | undefined => rollouts.find((rollout) => rollout.rolloutId === id);
+
+/** What is compared: what the address says, else the best and the worst. */
+function pair(query: URLSearchParams, rollouts: readonly RolloutSummary[]): Pair | undefined {
+  const usual = bestAndWorst(rollouts);
+  const known = (id: string | null): string | undefined => (id === null ? undefined : find(rollouts, id)?.rolloutId);
+  const left = known(query.get("left"));
+  const right = known(query.get("right"));
+  if (left !== undefined && right !== undefined && left !== right) return [left, right];
+  if (!usual) return undefined;
+  const other = left ?? right;
+  if (other === undefined) return usual;
+  return [other, usual[0] === other ? usual[1] : usual[0]];
+}
+
+function choose(chosen: Pair | undefined, side: "left" | "right", id: string): void {
+  const [left, right] = chosen ?? [id, id];
+  const next = side === "left" ? [id, id === right ? left : right] : [id === left ? right : left, id];
+  setQuery(new URLSearchParams({ left: next[0] ?? "", right: next[1] ?? "" }));
+}
+
+function SpreadWords({ figures, total }: { figures: Spread | undefined; total: number }) {
+  if (!figures) return <p class="muted">No reward yet.</p>;
+  return (
+    <>
+      <p class="num">
+        mean <strong>{figure(figures.mean)}</strong>, deviation {figure(figures.deviation)}, from {figure(figures.least)} to {figure(figures.most)}; {figures.count} of {total} graded
+      </p>
+      {figures.count > 1 && figures.deviation <= 1e-9 && (
+        <p class="muted">All rewards are equal: with advantages over the group's mean there is nothing to learn from it.</p>
+      )}
+    </>
+  );
+}
+
+function SiblingTable({ rollouts, figures, chosen }: { rollouts: readonly RolloutSummary[]; figures: Spread | undefined; chosen: Pair | undefined }) {
+  return (
+    <div class="card siblings-table">
+      <table>
+        <thead>
+          <tr>
+            <th>#</th>
+            <th>State</th>
+            <th class="right">Reward</th>
+            <th class="right wide" title="how far from the group's mean, in deviations">
+              Advantage
+            </th>
+            <th class="right wide">Calls</th>
+            <th class="right wide">Sampled</th>
+            <th class="right wide">Took</th>
+            <th>Compare</th>
+          </tr>
+        </thead>
+        <tbody>
+          {rollouts.map((rollout) => (
+            <SiblingRow key={rollout.rolloutId} rollout={rollout} figures={figures} chosen={chosen} />
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function SiblingRow({ rollout, figures, chosen }: { rollout: RolloutSummary; figures: Spread | undefined; chosen: Pair | undefined }) {
+  const reward = rewardOf(rollout);
+  const gain = reward === undefined || !figures ? undefined : advantage(reward, figures);
+  const took = rollout.createTime && rollout.endTime ? durationWords((timestampMs(rollout.endTime) - timestampMs(rollout.createTime)) / 1000) : "";
+  const name = `rollout ${rollout.index}`;
+  return (
+    <tr>
+      <td>
+        <a href={href("/rollouts", rollout.rolloutId)} aria-label={name}>
+          {rollout.index}
+        </a>
+      </td>
+      <td>
+        <End rollout={rollout} />
+      </td>
+      <td class="right num">{reward === undefined ? <span class="muted">–</span> : <strong>{figure(reward)}</strong>}</td>
+      <td class="right num muted wide">{gain === undefined ? "" : `${gain > 0 ? "+" : ""}${gain.toFixed(2)}`}</td>
+      <td class="right num wide">{(rollout.calls?.calls ?? 0).toLocaleString("en")}</td>
+      <td class="right num wide">{Number(rollout.calls?.completionTokens ?? 0).toLocaleString("en")}</td>
+      <td class="right num wide">{took}</td>
+      <td>
+        <span class="picks">
+          {(["left", "right"] as const).map((side, index) => (
+            <button key={side} type="button" class="pick" aria-pressed={chosen?.[index] === rollout.rolloutId} onClick={() => choose(chosen, side, rollout.rolloutId)} aria-label={`Put ${name} on the ${side}`}>
+              {side}
+            </button>
+          ))}
+        </span>
+      </td>
+    </tr>
+  );
+}
+
+function End({ rollout }: { rollout: RolloutSummary }) {
+  if (rollout.phase !== Phase.ENDED) return <span class="chip busy">{phaseWord(rollout.phase)}</span>;
+  if (!rollout.failure) return <span class="chip good">completed</span>;
+  return (
+    <span class="chip bad" title={`${causeSentence(rollout.failure.cause)}. ${oneLine(rollout.failure.message, 200)}`}>
+      {oneLine(rollout.failure.reason, 40)}
+    </span>
+  );
+}
+
+const NOT_READ: Reading = { capture: NO_CAPTURE, trouble: undefined, isReading: true };
+
+function useReading(rollout: RolloutSummary | undefined): Reading {
+  const reading = useSignal<Reading>(NOT_READ);
+  const calls = rollout?.calls?.calls ?? 0;
+  useEffect(() => {
+    if (!rollout) return;
+    const abort = new AbortController();
+    void readCapture(rollout, abort.signal).then((found) => {
+      if (found) reading.value = found;
+    });
+    return () => abort.abort();
+  }, [rollout?.rolloutId, rollout?.phase === Phase.ENDED, calls]);
+  return reading.value;
+}
+
+function Comparison({ left, right }: { left: RolloutSummary | undefined; right: RolloutSummary | undefined }) {
+  const a = useReading(left);
+  const b = useReading(right);
+  const words = useVocabulary(a.capture, b.capture);
+  const vocabulary = useComputed(() => words.value);
+  const mainA = useMemo(() => mainTurns(a.capture), [a.capture]);
+  const mainB = useMemo(() => mainTurns(b.capture), [b.capture]);
+  const parting = useMemo(
+    () => (a.isReading || b.isReading ? undefined : divergence(mainA.map((turn) => turn.call), mainB.map((turn) => turn.call))),
+    [mainA, mainB, a.isReading, b.isReading],
+  );
+  const root = useRef<HTMLElement>(null);
+  if (!left || !right) return null;
+  const count = Math.max(mainA.length, mainB.length);
+  return (
+    <section class="comparison card" ref={root} aria-label="Two siblings side by side">
+      <div class="comparison-head">
+        <Side rollout={left} reading={a} />
+        <Side rollout={right} reading={b} />
+      </div>
+      <div class="comparison-tools">
+        <Parting parting={parting} isReading={a.isReading || b.isReading} hasCalls={mainA.length > 0 && mainB.length > 0} onGo={() => toTurn(root.current, parting)} />
+        <Legend />
+      </div>
+      {Array.from({ length: count }, (_, turn) => (
+        <div key={turn} class={parting?.turn === turn ? "pair pair-parting" : "pair"} data-turn={turn}>
+          <Half turn={mainA[turn]} vocabulary={vocabulary} parting={parting} number={turn} isEqual={parting !== undefined && turn < parting.turn} />
+          <Half turn={mainB[turn]} vocabulary={vocabulary} parting={parting} number={turn} isEqual={false} />
+        </div>
+      ))}
+    </section>
+  );
+}
+
+function Side({ rollout, reading }: { rollout: RolloutSummary; reading: Reading }) {
+  const reward = rewardOf(rollout);
+  return (
+    <div class="side">
+      <a href={href("/rollouts", rollout.rolloutId)}>Rollout {rollout.index}</a> <End rollout={rollout} />
+      <span class="side-reward num">{reward === undefined ? "not graded" : figure(reward)}</span>
+      {reading.trouble && <TroubleNotice trouble={reading.trouble} />}
+      {!reading.isReading && !reading.trouble && reading.capture.calls.length === 0 && <p class="muted">It has no captured calls.</p>}
+    </div>
+  );
+}
+
+function Parting({ parting, isReading, hasCalls, onGo }: { parting: Divergence | undefined; isReading: boolean; hasCalls: boolean; onGo: () => void }) {
+  if (isReading) return <p class="muted">Reading both…</p>;
+  if (!hasCalls) return <p class="muted">There is nothing to compare token by token.</p>;
+  if (!parting) return <p>Token by token they are equal, as far as tokens were captured.</p>;
+  return (
+    <p>
+      {divergenceWords(parting)}{" "}
+      <button type="button" class="button" onClick={onGo}>
+        Go there
+      </button>
+    </p>
+  );
+}
+
+function Half({ turn, vocabulary, parting, number, isEqual }: { turn: Turn | undefined; vocabulary: Parameters<typeof TurnView>[0]["vocabulary"]; parting: Divergence | undefined; number: number; isEqual: boolean }) {
+  if (!turn) return <div class="half half-none muted">no such turn</div>;
+  const marked = parting?.turn === number && parting.where === "completion" ? parting.token : undefined;
+  return (
+    <div class="half">
+      {isEqual && <p class="chip">the same in both</p>}
+      <TurnView turn={turn} vocabulary={vocabulary} marked={marked} />
+    </div>
+  );
+}
+
+/** The turns of the main conversation. */
+function mainTurns(capture: Capture): readonly Turn[] {
+  return conversationTree(capture.calls, capture.branches, capture.samples)[0]?.turns ?? [];
+}
+
+function useVocabulary(...captures: readonly Capture[]) {
+  const words = useSignal<Vocabulary | undefined>(undefined);
+  const digest = captures.find((capture) => capture.tokenizerSha256.length > 0)?.tokenizerSha256;
+  useEffect(() => {
+    if (!digest) return;
+    readVocabulary(digest).then(
+      (found) => {
+        words.value = found;
+      },
+      () => {
+        words.value = undefined; // messages are shown in place of tokens
+      },
+    );
+  }, [digest?.join(",")]);
+  return words;
+}
+
+function toTurn(root: HTMLElement | null, parting: Divergence | undefined): void {
+  root?.querySelector(`[data-turn="${parting?.turn}"]`)?.scrollIntoView({ block: "start" });
+}
+

@@ -1,0 +1,44 @@
+import { afterEach, beforeEach, expect, test, vi } from "vitest";
+
+import { follow, type Following, SILENCE_MS } from "./follow";
+
+let following: Following | null = null;
+
+beforeEach(() => {
+  vi.useFakeTimers();
+  vi.stubGlobal("window", new EventTarget());
+  vi.stubGlobal("document", new EventTarget());
+});
+
+afterEach(() => {
+  following?.stop();
+  vi.unstubAllGlobals();
+  vi.useRealTimers();
+});
+
+/** Says something at each of these times, and then nothing until it is given up. */
+async function* saying(signal: AbortSignal, ...after: number[]): AsyncGenerator<number> {
+  for (const ms of after) {
+    await new Promise((resolve) => setTimeout(resolve, ms));
+    yield ms;
+  }
+  await new Promise((_, reject) => signal.addEventListener("abort", () => reject(signal.reason)));
+}
+
+test("a stream with heartbeats that falls silent is broken, is told, and is opened again", async () => {
+  let opened = 0;
+  following = follow("watch", (signal) => saying(signal, ...(opened++ ? [] : [0, SILENCE_MS - 1])), () => {}, true, SILENCE_MS);
+  await vi.advanceTimersByTimeAsync(2 * SILENCE_MS - 2);
+  expect(following.health.peek().kind).toBe("live");
+  await vi.advanceTimersByTimeAsync(1);
+  expect(following.health.peek()).toMatchObject({ kind: "broken", trouble: { said: "Nothing came for 30 s.", lasting: false } });
+  expect(opened).toBe(1);
+  await vi.advanceTimersByTimeAsync(400);
+  expect(opened).toBe(2);
+});
+
+test("a stream that may be silent is", async () => {
+  following = follow("watch", (signal) => saying(signal, 0), () => {});
+  await vi.advanceTimersByTimeAsync(100 * SILENCE_MS);
+  expect(following.health.peek().kind).toBe("live");
+});

@@ -1,0 +1,19 @@
+import { render } from "preact";
+
+import { startClock } from "./lib/clock";
+import { startKeys } from "./lib/keys";
+import { startRouter } from "./lib/router";
+import { startSession } from "./lib/session";
+import { startTheme } from "./lib/theme";
+import { Shell } from "./shell";
+import "./theme.css";
+
+startSession();
+startTheme();
+// Before the router listens: a link of `penstock up` that is opened in this tab changes the fragment only.
+window.addEventListener("hashchange", startSession);
+startRouter();
+startKeys();
+startClock();
+const root = document.getElementById("app");
+if (root) render(<Shell />, root);

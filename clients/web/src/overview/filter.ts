@@ -1,0 +1,69 @@
+// What is looked for: words, and conditions like agent:shell or label:team=a. All must hold.
+import type { Row, State } from "./board";
+
+export interface Filter {
+  readonly words: readonly string[];
+  readonly states: ReadonlySet<State>;
+  readonly agent: string;
+  readonly run: string;
+  readonly group: string;
+  readonly task: string;
+  readonly labels: readonly (readonly [string, string | null])[];
+}
+
+const STATES: Readonly<Record<string, readonly State[]>> = {
+  waiting: ["waiting"],
+  running: ["running"],
+  live: ["waiting", "running"],
+  ended: ["completed", "failed", "cancelled"],
+  completed: ["completed"],
+  failed: ["failed"],
+  cancelled: ["cancelled"],
+};
+
+/** The states that `state:` knows. */
+export const STATE_NAMES = Object.keys(STATES);
+
+/** Reads a filter; what is no condition is a word. Never fails: half of a condition is what people type first. */
+export function parseFilter(text: string): Filter {
+  const found = { words: [] as string[], states: new Set<State>(), agent: "", run: "", group: "", task: "" };
+  const labels: [string, string | null][] = [];
+  for (const part of text.trim().split(/\s+/).filter(Boolean)) {
+    const colon = part.indexOf(":");
+    const key = part.slice(0, Math.max(colon, 0)).toLowerCase();
+    const value = part.slice(colon + 1);
+    if (key === "state" && STATES[value.toLowerCase()]) for (const state of STATES[value.toLowerCase()] ?? []) found.states.add(state);
+    else if ((key === "agent" || key === "run" || key === "group" || key === "task") && value) found[key] = value;
+    else if (key === "label" && value) {
+      const equals = value.indexOf("=");
+      labels.push(equals < 0 ? [value, null] : [value.slice(0, equals), value.slice(equals + 1)]);
+    } else found.words.push(part.toLowerCase());
+  }
+  return { ...found, labels };
+}
+
+/** Whether a row is wanted. */
+export function matches(row: Row, filter: Filter): boolean {
+  if (filter.states.size && !filter.states.has(row.state)) return false;
+  if (filter.agent && row.agent !== filter.agent) return false;
+  if (filter.run && row.run !== filter.run) return false;
+  if (filter.group && row.group !== filter.group) return false;
+  if (filter.task && row.task !== filter.task) return false;
+  for (const [key, value] of filter.labels)
+    if (!Object.hasOwn(row.labels, key) || (value !== null && row.labels[key] !== value)) return false;
+  if (!filter.words.length) return true;
+  const text = haystack(row);
+  return filter.words.every((word) => text.includes(word));
+}
+
+const haystacks = new WeakMap<Row, string>();
+
+function haystack(row: Row): string {
+  let text = haystacks.get(row);
+  if (text === undefined) {
+    const labels = Object.entries(row.labels).map(([key, value]) => `${key}=${value}`);
+    text = [row.id, row.group, row.run, row.task, row.agent, row.state, row.reason, row.cause, ...labels].join("\n").toLowerCase();
+    haystacks.set(row, text);
+  }
+  return text;
+}

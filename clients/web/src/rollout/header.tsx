@@ -1,0 +1,153 @@
+/** The head of a rollout's page: what it is, how it stands, how it ended and whose doing that was. */
+
+import { timestampDate, timestampMs } from "@bufbuild/protobuf/wkt";
+import type { ComponentChildren } from "preact";
+import { useSignal } from "@preact/signals";
+import { type Failure, Phase, type Rollout } from "@gen/penstock/driver/v1/rollout_pb";
+import type { Trouble } from "../lib/errors";
+import { href } from "../lib/router";
+import { TroubleNotice } from "../ui/notice";
+import { versionsOf, versionWords } from "./completion";
+import { HostileText } from "./hostile";
+import type { Capture } from "./records";
+import { oneLine } from "./safe";
+import { useNow } from "./timeline";
+import { int32 } from "./tokens";
+import { causeSentence, durationWords, figure, modeWord, partyWords, phaseWord, trainingSentence } from "./words";
+
+export function StateChip({ rollout }: { rollout: Rollout }) {
+  if (rollout.phase !== Phase.ENDED) return <span class="chip busy">{phaseWord(rollout.phase)}</span>;
+  const failure = rollout.outcome?.failure;
+  return failure ? <span class="chip bad">failed</span> : <span class="chip good">completed</span>;
+}
+
+interface Props {
+  readonly rollout: Rollout;
+  readonly capture: Capture;
+  readonly siblings: readonly string[];
+  readonly cancel: () => Promise<Trouble | undefined>;
+}
+
+export function Header({ rollout, capture, siblings, cancel }: Props) {
+  const isRunning = rollout.phase !== Phase.ENDED;
+  const { groupId } = rollout;
+  return (
+    <header class="rollout-head">
+      <div class="rollout-title">
+        <h1>
+          <span class="muted">Rollout</span> <code>{oneLine(rollout.rolloutId, 140)}</code>
+        </h1>
+        <StateChip rollout={rollout} />
+        {rollout.attempts > 1 && <span class="chip warn">attempt {rollout.attempts}</span>}
+        <span class="grow" />
+        {groupId !== undefined && <Siblings rollout={rollout} groupId={groupId} siblings={siblings} />}
+        {isRunning && <CancelButton cancel={cancel} what="rollout" />}
+      </div>
+      {rollout.outcome?.failure && <FailureNotice failure={rollout.outcome.failure} />}
+      <Facts rollout={rollout} capture={capture} />
+    </header>
+  );
+}
+
+function Siblings({ rollout, groupId, siblings }: { rollout: Rollout; groupId: string; siblings: readonly string[] }) {
+  const at = siblings.indexOf(rollout.rolloutId);
+  const before = siblings[at - 1];
+  const after = at < 0 ? undefined : siblings[at + 1];
+  return (
+    <div class="siblings" role="group" aria-label="Siblings of the group">
+      {before !== undefined && (
+        <a class="button" href={href("/rollouts", before)} aria-label="The sibling before">
+          ←
+        </a>
+      )}
+      <a class="button" href={`${href("/groups", groupId)}?left=${encodeURIComponent(rollout.rolloutId)}`}>
+        {siblings.length > 0 ? `${at + 1} of ${siblings.length}: compare` : "Compare siblings"}
+      </a>
+      {after !== undefined && (
+        <a class="button" href={href("/rollouts", after)} aria-label="The next sibling">
+          →
+        </a>
+      )}
+    </div>
+  );
+}
+
+/** Cancels what cannot be brought back, after a second press. */
+export function CancelButton({ cancel, what }: { cancel: () => Promise<Trouble | undefined>; what: string }) {
+  const step = useSignal<"idle" | "sure" | "busy">("idle");
+  const trouble = useSignal<Trouble | undefined>(undefined);
+  const press = async (): Promise<void> => {
+    if (step.value === "idle") {
+      step.value = "sure";
+      return;
+    }
+    step.value = "busy";
+    trouble.value = await cancel();
+    step.value = "idle";
+  };
+  return (
+    <>
+      <button type="button" class="button danger" disabled={step.value === "busy"} onClick={() => void press()} onBlur={() => step.value === "sure" && (step.value = "idle")}>
+        {step.value === "idle" ? `Cancel ${what}` : step.value === "sure" ? "Press again to cancel" : "Cancelling…"}
+      </button>
+      {trouble.value && <TroubleNotice trouble={trouble.value} />}
+    </>
+  );
+}
+
+export function FailureNotice({ failure }: { failure: Failure }) {
+  const by = partyWords(failure.causedBy);
+  return (
+    <div class="notice bad failure">
+      <div class="grow">
+        <p>
+          <strong>{causeSentence(failure.cause)}</strong> while {phaseWord(failure.phase)} <code>{oneLine(failure.reason, 80)}</code>
+          {failure.retriable && <span class="chip warn">may be tried again</span>}
+        </p>
+        <HostileText text={failure.message} label="why it failed" prose />
+        <p class="muted">
+          {by !== "" && `Caused by ${by}. `}
+          {trainingSentence(failure.cause)}
+        </p>
+      </div>
+    </div>
+  );
+}
+
+function Facts({ rollout, capture }: { rollout: Rollout; capture: Capture }) {
+  const isRunning = rollout.phase !== Phase.ENDED;
+  const now = useNow(isRunning);
+  const start = rollout.createTime ? timestampMs(rollout.createTime) : undefined;
+  const end = rollout.endTime ? timestampMs(rollout.endTime) : now;
+  const sampled = capture.calls.reduce((sum, call) => sum + (call.completion?.span?.count ?? Number(call.completion?.usage?.completionTokens ?? 0)), 0);
+  // Prompt tokens that were new: what a conversation repeats is reckoned once.
+  const read = capture.calls.reduce((sum, call) => sum + int32(call.promptSuffixTokenIds).length, 0);
+  const versions = versionWords([...new Set(capture.calls.flatMap(versionsOf))].sort((a, b) => (a < b ? -1 : 1)));
+  const reward = rollout.outcome?.reward;
+  return (
+    <dl class="facts">
+      <Fact name="Reward" isBig={reward !== undefined}>
+        {reward ? figure(reward.value) : isRunning ? "–" : "not graded"}
+      </Fact>
+      <Fact name="Agent">{oneLine(rollout.spec?.agent?.name ?? "", 60)}</Fact>
+      <Fact name="Task">{oneLine(rollout.spec?.task?.taskId ?? "", 60)}</Fact>
+      <Fact name="Mode">{modeWord(rollout.spec?.mode ?? 0)}</Fact>
+      <Fact name="Policy">{versions === "" ? "–" : versions}</Fact>
+      <Fact name="Calls">{capture.calls.length.toLocaleString("en")}</Fact>
+      <Fact name="Tokens" title="new prompt tokens, and sampled ones">
+        {read.toLocaleString("en")} + {sampled.toLocaleString("en")}
+      </Fact>
+      <Fact name={isRunning ? "Running for" : "Took"}>{start === undefined ? "" : durationWords((end - start) / 1000)}</Fact>
+      <Fact name="Started">{rollout.createTime ? timestampDate(rollout.createTime).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : ""}</Fact>
+    </dl>
+  );
+}
+
+function Fact({ name, children, isBig = false, title }: { name: string; children: ComponentChildren; isBig?: boolean; title?: string }) {
+  return (
+    <div class={isBig ? "fact fact-big" : "fact"} title={title}>
+      <dt>{name}</dt>
+      <dd class="num">{children}</dd>
+    </div>
+  );
+}

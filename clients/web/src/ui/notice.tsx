@@ -1,0 +1,61 @@
+// Says what does not work, and what to do; nothing while all is well.
+import type { ReadonlySignal } from "@preact/signals";
+import { useEffect, useState } from "preact/hooks";
+
+import type { Trouble } from "../lib/errors";
+import type { Following, Health } from "../lib/follow";
+
+/** One trouble. */
+export function TroubleNotice({ trouble, after, onRetry }: { trouble: Trouble; after?: string; onRetry?: () => void }) {
+  return (
+    <div class={trouble.lasting ? "notice bad" : "notice"} role="alert">
+      <div class="grow">
+        <strong>{trouble.title}.</strong> {trouble.todo} <span class="said">{trouble.said}</span>
+      </div>
+      {after && <span class="muted num">{after}</span>}
+      {onRetry && (
+        <button type="button" class="button" onClick={onRetry}>
+          Try now
+        </button>
+      )}
+    </div>
+  );
+}
+
+/** The first answer of a stream usually takes less; beyond it somebody who looks at an empty page is told. */
+const PATIENCE_MS = 5000;
+
+/** How a followed stream is, while it is broken or keeps one waiting. */
+export function FollowingNotice({ following }: { following: Following | null }) {
+  return following && <Broken health={following.health} retry={following.retry} />;
+}
+
+function Broken({ health, retry }: { health: ReadonlySignal<Health>; retry: () => void }) {
+  const now = health.value;
+  const [, tick] = useState(0);
+  const [isLate, late] = useState(false);
+  const broken = now.kind === "broken";
+  const connecting = now.kind === "connecting";
+  useEffect(() => {
+    if (!connecting) return;
+    const timer = setTimeout(() => late(true), PATIENCE_MS);
+    return () => {
+      clearTimeout(timer);
+      late(false);
+    };
+  }, [connecting]);
+  useEffect(() => {
+    if (!broken) return;
+    const timer = setInterval(() => tick((n) => n + 1), 1000);
+    return () => clearInterval(timer);
+  }, [broken]);
+  if (connecting && isLate)
+    return (
+      <div class="notice" role="status">
+        <div class="grow">No answer yet: the page goes on asking.</div>
+      </div>
+    );
+  if (now.kind !== "broken") return null;
+  const seconds = Math.max(0, Math.ceil((now.retryAt - Date.now()) / 1000));
+  return <TroubleNotice trouble={now.trouble} after={seconds ? `again in ${seconds} s` : "trying"} onRetry={retry} />;
+}

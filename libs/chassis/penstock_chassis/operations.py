@@ -1,0 +1,193 @@
+"""`penstock.ops.v1.OperationsService`: how a service and its process fare, and what it takes for trouble.
+
+What is common to all services is found here: little disk left, few file descriptors left, an event loop that is held
+up. What only a service knows it tells itself (`Service.troubles`). Nothing here acts.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from google.protobuf.duration_pb2 import Duration
+
+from penstock.ops.v1 import operations_service_pb2 as pb
+from penstock.ops.v1 import operations_service_pb2_grpc as rpc
+from penstock_chassis import metrics
+from penstock_chassis.auth import Role
+from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.loop_lag import LoopLag
+
+SERVICE: Final = "penstock.ops.v1.OperationsService"
+ROLES: Final = {SERVICE: frozenset(Role)}
+
+DEFAULT_PATIENCE_S: Final = 60.0
+DEFAULT_MIN_FREE: Final = 1 << 30
+SUBJECTS: Final = 20
+LAG_S: Final = 0.5
+"""An agent's keep-alive is due every few seconds, and every call of everybody waits for the loop."""
+_FILES_SHARE: Final = 0.8
+
+DISK_FREE: Final = metrics.gauge(
+    "penstock_disk_free_bytes", "What may still be written where the service keeps its state", "disk"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One thing that is wrong, or about to be; see the message of the same name."""
+
+    reason: str
+    message: str
+    advice: str
+    grave: bool = True
+    subjects: tuple[str, ...] = ()
+
+
+Troubles: TypeAlias = Callable[[float], Iterable[Trouble]]
+"""What a service takes for trouble now; the argument is how many seconds something may wait."""
+
+
+def no_troubles(_patience_s: float) -> Iterable[Trouble]:
+    """Of a service that has nothing to add."""
+    return ()
+
+
+class Operations(rpc.OperationsServiceServicer):
+    """Speaks for one service.
+
+    Args:
+        name: the service's short name.
+        troubles: what only it knows.
+        disks: directories by name.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        troubles: Troubles = no_troubles,
+        disks: Mapping[str, Path] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._name = name
+        self._troubles = troubles
+        self._disks = dict(disks or {})
+        self._clock = clock
+        self._started = clock()
+        self._lag: LoopLag | None = None
+
+    def begin(self) -> None:
+        """The service is ready: what its start took of the loop is over."""
+        self._started = self._clock()
+        self._lag = LoopLag()
+
+    def close(self) -> None:
+        """Looks at nothing any more."""
+        if self._lag is not None:
+            self._lag.close()
+
+    def free(self) -> dict[tuple[str, ...], float]:
+        """What is free on each disk, for the metrics."""
+        return {(name,): float(shutil.disk_usage(path).free) for name, path in self._disks.items() if path.exists()}
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:  # noqa: N802
+        patience = (
+            request.patience.ToTimedelta().total_seconds() if request.HasField("patience") else DEFAULT_PATIENCE_S
+        )
+        least = request.min_free_bytes if request.HasField("min_free_bytes") else DEFAULT_MIN_FREE
+        below = [name for name, value in (("patience", patience), ("min_free_bytes", least)) if value < 0]
+        if below:
+            raise InvalidArgument(
+                f"{' and '.join(below)} must be at least 0",
+                reason="STATUS_REQUEST_INVALID",
+                violations=[Violation(name, "must be at least 0") for name in below],
+            )
+        answer = pb.GetStatusResponse(
+            service=self._name,
+            version=_version(self._name),
+            loop_lag=_duration(0.0 if self._lag is None else self._lag.longest),
+            resident_bytes=_resident(),
+            open_files=_open_files(),
+            max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        )
+        answer.server_time.FromNanoseconds(int(self._clock() * 1e9))
+        answer.start_time.FromNanoseconds(int(self._started * 1e9))
+        for name, path in self._disks.items():
+            if path.exists():
+                usage = shutil.disk_usage(path)
+                answer.disks.add(name=name, path=str(path), free_bytes=usage.free, size_bytes=usage.total)
+        for family, values in metrics.gauges():
+            for labels, value in values.items():
+                answer.gauges.add(name=family.name, labels=dict(zip(family.labels, labels, strict=True)), value=value)
+        found = [*self._troubles(patience), *_of_process(answer, least)]
+        for trouble in sorted(found, key=lambda trouble: not trouble.grave):
+            answer.troubles.add(
+                reason=trouble.reason,
+                message=trouble.message,
+                advice=trouble.advice,
+                grave=trouble.grave,
+                subjects=trouble.subjects[:SUBJECTS],
+            )
+        return answer
+
+
+def _of_process(status: pb.GetStatusResponse, min_free_bytes: int) -> Iterator[Trouble]:
+    for disk in status.disks:
+        if disk.free_bytes < min_free_bytes:
+            yield Trouble(
+                "DISK_LOW",
+                f"{disk.free_bytes / 1e9:.1f} GB are free of {disk.size_bytes / 1e9:.1f} GB at {disk.path}, where the"
+                f" {status.service} service keeps its {disk.name}",
+                "free some: delete old rollouts and snapshots, or move state_dir to a larger disk and restart",
+                grave=disk.free_bytes < min_free_bytes / 4,
+            )
+    if status.max_files and status.open_files > _FILES_SHARE * status.max_files:
+        yield Trouble(
+            "FILES_LOW",
+            f"the {status.service} service has {status.open_files} files and connections open, of {status.max_files}",
+            "raise its limit (ulimit -n, LimitNOFILE, or the container's) and restart it",
+        )
+    lag = status.loop_lag.ToTimedelta().total_seconds()
+    if lag > LAG_S:
+        yield Trouble(
+            "LOOP_LAG",
+            f"the {status.service} service's event loop was held up for {lag:.1f} s in the last minute",
+            "the machine is short of processors, or swaps: give the service a processor of its own; if it has one,"
+            " report it with the service's log",
+            grave=False,
+        )
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(f"penstock-{name}")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
+
+
+def _resident() -> int:
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * resource.getpagesize()
+
+
+def _open_files() -> int:
+    try:
+        return sum(1 for _ in Path("/proc/self/fd").iterdir())
+    except OSError:
+        return 0

@@ -1,0 +1,130 @@
+"""RolloutService.WatchRollouts: rows of many rollouts, as they are and as they change.
+
+Invariant: a watcher holds the ids of rollouts that run, however many have ended since it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Final
+
+from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
+from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_driver.history import History
+from penstock_driver.records import Filter
+from penstock_driver.rows import RolloutRow, Rows
+from penstock_driver.rpc.shown import PHASES
+from penstock_driver.rpc.values import duration_to_seconds, timestamp
+
+PAGE: Final = 256
+"""Rows of one message."""
+DEFAULT_ENDED: Final = 1000
+MOST_ENDED: Final = 10_000
+DEFAULT_INTERVAL_S: Final = 0.25
+_INTERVAL_S: Final = (0.1, 60.0)
+
+
+async def watch_rows(
+    rows: Rows,
+    history: History,
+    matching: Filter,
+    request: rollout_service_pb2.WatchRolloutsRequest,
+    *,
+    heartbeat_s: float,
+) -> AsyncIterator[rollout_service_pb2.WatchRolloutsResponse]:
+    """What is there, then what changes, at most one message each `interval`; without end."""
+    ended_limit, interval_s = _terms(request)
+    loop = asyncio.get_running_loop()
+    # Told, and not ended: by its end a rollout may come to match no more, and by nothing else.
+    running: set[str] = set()
+    with history.changes() as changes:
+        async for page in _snapshot(rows, matching, ended_limit):
+            running.update(_running(page))
+            yield rollout_service_pb2.WatchRolloutsResponse(rollouts=map(row_to_proto, page))
+        yield rollout_service_pb2.WatchRolloutsResponse(snapshot_complete=True)
+        while True:
+            if not await changes.wait(heartbeat_s):
+                yield rollout_service_pb2.WatchRolloutsResponse()
+                continue
+            began = loop.time()
+            while ids := changes.take(PAGE):
+                there = {row.rollout_id: row for row in await rows.of(ids)}
+                found = [row for row in there.values() if row.matches(matching)]
+                # Of those that are deleted, and have ended as a rule, nobody remembers whether they were told.
+                gone = {rollout_id for rollout_id in ids if rollout_id not in there or rollout_id in running}
+                gone.difference_update(row.rollout_id for row in found)
+                running.difference_update(ids)
+                running.update(_running(found))
+                if found or gone:
+                    yield rollout_service_pb2.WatchRolloutsResponse(
+                        rollouts=map(row_to_proto, found), gone_rollout_ids=sorted(gone)
+                    )
+            await asyncio.sleep(began + interval_s - loop.time())
+
+
+def _running(page: Sequence[RolloutRow]) -> Iterator[str]:
+    return (row.rollout_id for row in page if row.end_time is None)
+
+
+async def _snapshot(rows: Rows, matching: Filter, ended_limit: int) -> AsyncIterator[Sequence[RolloutRow]]:
+    """Pages of all that run and the newest that have ended."""
+    for ended, most in ((False, None), (True, ended_limit)):
+        if matching.ended not in (None, ended):
+            continue
+        before, left = 0, most
+        wanted = Filter(matching.run_id, matching.group_id, matching.labels, ended, matching.task_id, matching.agent)
+        while left is None or left > 0:
+            page = await rows.newest(wanted, before, PAGE if left is None else min(PAGE, left))
+            if not page:
+                break
+            yield page
+            before = page[-1].number
+            left = None if left is None else left - len(page)
+
+
+def _terms(request: rollout_service_pb2.WatchRolloutsRequest) -> tuple[int, float]:
+    """How many ended ones, and seconds between two messages; InvalidArgument names the field."""
+    ended_limit = request.ended_limit if request.HasField("ended_limit") else DEFAULT_ENDED
+    interval_s = duration_to_seconds(request.interval) if request.HasField("interval") else DEFAULT_INTERVAL_S
+    violations = []
+    if not 0 <= ended_limit <= MOST_ENDED:
+        violations.append(Violation("ended_limit", f"expected 0 to {MOST_ENDED}"))
+    if not _INTERVAL_S[0] <= interval_s <= _INTERVAL_S[1]:
+        violations.append(Violation("interval", "expected 100 ms to 1 min"))
+    if violations:
+        summary = "; ".join(f"{item.field}: {item.description}" for item in violations)
+        raise InvalidArgument(summary, reason="FIELD_INVALID", violations=violations)
+    return ended_limit, interval_s
+
+
+def row_to_proto(row: RolloutRow) -> rollout_pb2.RolloutSummary:
+    """A rollout in one row."""
+    wire = rollout_pb2.RolloutSummary(
+        rollout_id=row.rollout_id,
+        group_id=row.group_id,
+        index=row.index,
+        run_id=row.run_id,
+        task_id=row.task_id,
+        agent=row.agent,
+        labels=row.labels,
+        phase=PHASES[row.phase],
+        create_time=timestamp(row.create_time),
+        attempts=row.attempts,
+        calls=rollout_pb2.CallSums(
+            calls=row.calls,
+            prompt_tokens=row.prompt_tokens,
+            completion_tokens=row.completion_tokens,
+            oldest_policy_version=row.oldest_version,
+            newest_policy_version=row.newest_version,
+        ),
+    )
+    if row.end_time is not None:
+        wire.end_time.CopyFrom(timestamp(row.end_time))
+    if row.outcome is not None:
+        outcome = rollout_pb2.Outcome.FromString(row.outcome)
+        if outcome.HasField("failure"):
+            wire.failure.CopyFrom(outcome.failure)
+        if outcome.HasField("reward"):
+            wire.reward.CopyFrom(outcome.reward)
+    return wire

@@ -1,0 +1,73 @@
+"""One real stack for all cases and languages, behind a network that can fail; one process for each language."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+import trustme
+from tests.conformance.clients.odd_services import empty_server, odd_driver
+from tests.conformance.clients.proxies import Proxy
+from tests.conformance.clients.subjects import SUBJECTS, Subject
+from tests.conformance.clients.world import SERVICES, World
+from tests.support.restarting import restartable
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    """The services, with a proxy before each, and the odd ones."""
+    folder = tmp_path_factory.mktemp("clients")
+    authority = trustme.CA()
+    certificate = authority.issue_cert("localhost")
+    ca, other_ca = folder / "ca.pem", folder / "other-ca.pem"
+    authority.cert_pem.write_to_path(str(ca))
+    trustme.CA().cert_pem.write_to_path(str(other_ca))
+    credentials = grpc.ssl_server_credentials(
+        [(certificate.private_key_pem.bytes(), certificate.cert_chain_pems[0].bytes())]
+    )
+    async with AsyncExitStack() as stack:
+        running, services = await stack.enter_async_context(restartable(folder))
+        proxies = {name: await stack.enter_async_context(Proxy(running.stack.address(name))) for name in SERVICES}
+        nobody = await stack.enter_async_context(Proxy("127.0.0.1:1"))
+        await nobody.refuse()
+        odd, odd_address = await stack.enter_async_context(odd_driver())
+        _, tls_address = await stack.enter_async_context(odd_driver(credentials))
+        content = {
+            "version": 1,
+            "pid": None,
+            "addresses": {name: proxy.address for name, proxy in proxies.items()},
+            "token": services.trainer_token,
+        }
+        files = {"ca": ca, "other-ca": other_ca}
+        for name, mode in (("connection", 0o600), ("open-connection", 0o644)):
+            files[name] = folder / f"{name}.json"
+            files[name].write_text(json.dumps(content))
+            files[name].chmod(mode)
+        addresses = {
+            "odd": odd_address,
+            "odd-tls": tls_address,
+            "empty": await stack.enter_async_context(empty_server()),
+            "nobody": nobody.address,
+        }
+        yield World(running, services, proxies, odd, addresses, files)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def subject_of(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callable[[str], Awaitable[Subject]]]:
+    """Starts a language's subject, once; at the end each has to end in order."""
+    started: dict[str, Subject] = {}
+
+    async def of(language: str) -> Subject:
+        if language not in started:
+            stderr: Path = tmp_path_factory.mktemp(language) / "stderr"
+            started[language] = await Subject.start(SUBJECTS[language](), stderr)
+        return started[language]
+
+    yield of
+    for subject in started.values():
+        await subject.end()

@@ -1,0 +1,127 @@
+"""Answers that no service of ours gives on demand: a driver that is old, slow, busy, away for a moment, or confused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class OddDriver:
+    """Knows some rollouts, each of which stands for a way to answer; `attempts` counts how often each was asked for."""
+
+    def __init__(self) -> None:
+        self.attempts: Counter[str] = Counter()
+        self.abandoned = asyncio.Event()
+        self.request_ids: list[str] = []
+
+    async def get_rollout(
+        self, request: rollout_service_pb2.GetRolloutRequest, context: Context
+    ) -> rollout_service_pb2.GetRolloutResponse:
+        """As the id says."""
+        name = request.rollout_id
+        self.attempts[name] += 1
+        match name:
+            case "silent":
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    self.abandoned.set()
+                    raise
+            case "busy":
+                await _fail(
+                    context,
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    "Too many at once: come again.",
+                    error_details_pb2.ErrorInfo(reason="QUEUE_FULL", domain="penstock", metadata={"queue": "7 ½"}),
+                    error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=1, nanos=500_000_000)),
+                )
+            case "away" if self.attempts[name] < 3:
+                await _fail(
+                    context,
+                    grpc.StatusCode.UNAVAILABLE,
+                    "Restarting.",
+                    error_details_pb2.ErrorInfo(reason="DRAINING", domain="penstock"),
+                    error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(nanos=20_000_000)),
+                )
+            case "confused":
+                garbage = any_pb2.Any(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff\xffno info")
+                await _fail(context, grpc.StatusCode.NOT_FOUND, "Näh, 不知道 🤷", garbage)
+        return rollout_service_pb2.GetRolloutResponse(
+            rollout=rollout_pb2.Rollout(rollout_id=name, phase=rollout_pb2.PHASE_RUNNING)
+        )
+
+    async def create_rollout(
+        self, request: rollout_service_pb2.CreateRolloutRequest, context: Context
+    ) -> rollout_service_pb2.CreateRolloutResponse:
+        """Takes it, and fails to say so the first time."""
+        self.request_ids.append(request.request_id)
+        if len(self.request_ids) == 1:
+            await _fail(context, grpc.StatusCode.UNAVAILABLE, "The answer was lost.")
+        return rollout_service_pb2.CreateRolloutResponse(
+            rollout=rollout_pb2.Rollout(rollout_id="once", phase=rollout_pb2.PHASE_QUEUED)
+        )
+
+
+def _handlers(driver: OddDriver) -> grpc.GenericRpcHandler:
+    methods: dict[str, tuple[Any, Any]] = {
+        "GetRollout": (driver.get_rollout, rollout_service_pb2.GetRolloutRequest),
+        "CreateRollout": (driver.create_rollout, rollout_service_pb2.CreateRolloutRequest),
+    }
+    handlers: dict[str, Any] = {
+        name: grpc.unary_unary_rpc_method_handler(method, request.FromString, lambda answer: answer.SerializeToString())
+        for name, (method, request) in methods.items()
+    }
+    return grpc.method_handlers_generic_handler("penstock.driver.v1.RolloutService", handlers)
+
+
+async def _fail(context: Context, code: grpc.StatusCode, message: str, *details: Message) -> NoReturn:
+    status = status_pb2.Status(code=code.value[0], message=message)
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(detail if isinstance(detail, any_pb2.Any) else packed)
+    context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+    await context.abort(code, message)
+
+
+@asynccontextmanager
+async def odd_driver(credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[tuple[OddDriver, str]]:
+    """Serves it; gives it and its address."""
+    driver = OddDriver()
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((_handlers(driver),))
+    port = (
+        server.add_insecure_port("127.0.0.1:0")
+        if credentials is None
+        else server.add_secure_port("127.0.0.1:0", credentials)
+    )
+    await server.start()
+    try:
+        yield driver, f"127.0.0.1:{port}" if credentials is None else f"localhost:{port}"
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def empty_server() -> AsyncIterator[str]:
+    """A server of another age: none of our services is there. Gives its address."""
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)

@@ -1,0 +1,50 @@
+"""The notebook, run top to bottom as a newcomer runs it, with fewer steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from tests.unit.docs.pages import ROOT
+
+EXAMPLES = ROOT / "examples"
+SMALL = """
+STEPS, TASKS_A_STEP, GROUP_SIZE = 2, 2, 4
+import sys
+sys.path.insert(0, "grpo")
+import learner as shortened
+import train as shortened_too
+from pathlib import Path
+shortened.WARM_STEPS = 2 * shortened.WARM_CHUNK
+shortened_too.RUNS = Path({runs!r})
+"""
+
+
+def read() -> Any:
+    """The notebook."""
+    return nbformat.read(  # type: ignore[no-untyped-call]
+        EXAMPLES / "first-rollouts.ipynb", as_version=4
+    )
+
+
+def test_the_notebook_is_kept_as_it_is_before_it_is_run() -> None:
+    """No outputs, no counts, no paths of anybody's machine; a kernel that every environment has."""
+    notebook = read()
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    for cell in notebook.cells:
+        assert cell.cell_type == "markdown" or (not cell.outputs and cell.execution_count is None)
+
+
+def test_the_notebook_runs_top_to_bottom(tmp_path: Path) -> None:
+    """Services, a rollout, its tokens, a group, training, an export: each cell works, and three plots are drawn."""
+    notebook = read()
+    first = next(index for index, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", []))
+    notebook.cells[first].source += SMALL.format(runs=str(tmp_path))
+    NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": EXAMPLES}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    said = "".join(output.get("text", "") for output in outputs if output.get("name") == "stdout")
+    assert "step 2: success" in said and "rows of" in said

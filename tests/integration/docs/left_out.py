@@ -1,0 +1,78 @@
+"""What of the pages is not run here, each with its reason. This is the one place; everything else is run.
+
+What is left out is parsed all the same: programs compile and what they import from Penstock is there; commands are a
+shell's, and those of `penstock` have the options and arguments that the program has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+PROGRAMS: Final[Mapping[str, str]] = {
+    ".venv/bin/python": "the repository's own programs, which other tests run or which take a quarter of an hour",
+    "apt-get": "changes the machine",
+    "cat": "shows a file of the reader's machine",
+    "docker": "builds and pulls images; tests/e2e/test_compose.py runs the services as containers",
+    "echo": "feeds a program that is not run",
+    "eval": "of the reader's shell",
+    "export": "sets a variable for what follows",
+    "go": "changes a module of the reader's; tests/integration/go builds what the guide shows",
+    "grep": "reads the logs of the reader's services",
+    "jq": "likewise",
+    "less": "waits for a reader",
+    "make": "installs, builds and measures; that each target exists is checked by tests/unit/docs",
+    "npm": "installs; tests/integration/typescript installs the packed client",
+    "openssl": "makes a token",
+    "penstock-driver": "a service; `penstock up` starts it, flags are checked by tests/unit/docs",
+    "penstock-inference": "likewise",
+    "penstock-interception": "likewise",
+    "penstock-sandbox": "likewise",
+    "pip": "installs",
+    "pytest": "a test suite",
+    "python": "the trainer of examples/trl wants torch: `make test-trl`",
+    "source": "of the reader's shell",
+    "systemctl": "changes the machine",
+    "uv": "asks the package index",
+}
+"""Programs whose commands are not run."""
+
+COMMANDS: Final[Mapping[str, str]] = {
+    "penstock up": "runs until it is stopped; tests/integration/client runs it",
+    "penstock dashboard": "runs until it is stopped; tests/integration/dashboard serves it",
+    "penstock watch": "goes on until its reader leaves; tests/integration/client/test_watch.py",
+    "penstock replay": "of the reader's rollouts; tests/integration/client/test_replay.py",
+    "penstock diff": "likewise",
+    "penstock openenv serve": "runs until it is stopped; tests/integration/openenv runs it",
+    "penstock tasks import": "tests/integration/evaluation imports tasks of each format",
+    "penstock tasks prove": "starts services of its own; tests/integration/evaluation proves tasks",
+    "penstock agents check mine.yaml --install": "the package is an example's, which npm has not; "
+    "tests/conformance/agents installs and runs agents",
+    "penstock agents check mine.yaml --run": "likewise",
+    "penstock rollout --agent shell --task examples/grpo/task.yaml --model-dir": "starts services of its own with the "
+    "model that the demo trained; tests/e2e/test_demo.py trains it and tries this",
+    "penstock rollout --agent opencode --task examples/grpo/task.yaml --model-dir": "starts services of its own, and a "
+    "real agent; tests/e2e/test_agents.py runs it with a script",
+    "penstock eval show runs/evals/first": "of that evaluation",
+    "penstock eval report runs/evals/first": "of that evaluation",
+    "penstock gap turns.jsonl --adapter": "wants adapters, which vLLM has: tests/integration/vllm",
+    "penstock eval run examples/grpo/task.yaml": "starts services of its own with the model that the demo trained",
+}
+"""Commands of `penstock` that are not run, by how they begin."""
+
+BLOCKS: Final[Mapping[str, str]] = {
+    "GenericEnvClient(base_url=ADDRESS": "the `openenv` package has its own environment: tests/integration/openenv",
+    "MCPToolClient(base_url=ADDRESS": "the `openenv` package has an environment of its own: tests/integration/openenv",
+    "HarnessRolloutWorker(": "wants TRL and torch: tests/integration/trl runs the real worker (`make test-trl`)",
+    "ml_dtypes.bfloat16": "wants torch, PEFT and vLLM: tests/integration/vllm (`make test-vllm`)",
+    "DataProto.from_dict": "wants torch and verl; the arrays are checked by tests/unit/client/test_trainers.py",
+}
+"""Programs that are not run, by a text in them."""
+
+
+def reason(command: list[str]) -> str:
+    """Why a command is not run; empty = it is."""
+    if command[0] not in {"penstock", ".venv/bin/penstock"}:
+        return PROGRAMS.get(command[0], "")
+    line = " ".join(["penstock", *command[1:]])
+    return next((why for start, why in COMMANDS.items() if line.startswith(start)), "")

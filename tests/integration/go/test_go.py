@@ -1,0 +1,109 @@
+"""The Go client as its users have it: its module in a program of theirs, its example, what it is built of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import pytest
+from tests.support.stack import Running
+
+from clients import golang
+from penstock.client.endpoints import write_connection
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+MODULE: Final = "penstock.example/penstock"
+
+
+def run(*command: str, cwd: Path = golang.ROOT, env: Mapping[str, str] | None = None) -> str:
+    """What a command says that has to succeed, and without complaints."""
+    done = subprocess.run(
+        command, cwd=cwd, env=env or golang.environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, ""), f"{command} ended with {done.returncode}:\n{done.stderr}"
+    return done.stdout
+
+
+def go(*arguments: str, cwd: Path = golang.ROOT, **more: str) -> str:
+    """What `go` says."""
+    prepared = golang.environment()
+    return run(str(golang.HOME / "go" / "bin" / "go"), *arguments, cwd=cwd, env={**prepared, **more})
+
+
+def surroundings(stack: Running, folder: Path) -> dict[str, str]:
+    """Where a program finds the services that run."""
+    connection = folder / "connection.json"
+    write_connection(connection, stack.stack.endpoints, pid=None)
+    return {**os.environ, "PENSTOCK_CONNECTION": str(connection)}
+
+
+def test_it_is_well_formed_and_its_own_tests_pass() -> None:
+    """Endpoints, errors, retries, sessions on a network that breaks, goroutines that are left behind; no data race."""
+    sources = [path for path in sorted(golang.ROOT.rglob("*.go")) if golang.HOME not in path.parents]
+    formatter = golang.HOME / "go" / "bin" / "gofmt"
+    assert run(str(formatter), "-l", *(str(path) for path in sources)) == "", "run gofmt -w on these"
+    go("vet", "-race", "./...")
+    go("test", "-race", "-vet=off", "./...")
+
+
+@pytest.mark.parametrize("page", ["clients/go/README.md", "docs/guides/go.md"])
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_program_of_a_page_runs(stack: Running, tmp_path: Path, page: str) -> None:
+    """What a reader copies into a module of his own compiles and does its work, against real services."""
+    blocks = re.findall(r"^```go\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "main.go").write_text("\n".join(blocks))
+    requires = (golang.ROOT / "go.mod").read_text().partition("\n\n")[2]
+    (tmp_path / "go.mod").write_text(f"module reader\n\n{requires}\nrequire {MODULE} v0.0.0\n")
+    (tmp_path / "go.sum").write_text((golang.ROOT / "go.sum").read_text())
+    theirs = (golang.HOME / "go.work").read_text().partition("replace ")[2]
+    work = f"go 1.23\n\nuse .\n\nreplace {MODULE} => {json.dumps(str(golang.ROOT))}\n\nreplace {theirs}"
+    (tmp_path / "go.work").write_text(work)
+    go("vet", "-race", ".", cwd=tmp_path, GOWORK=str(tmp_path / "go.work"))
+    go("build", "-race", "-o", "program", ".", cwd=tmp_path, GOWORK=str(tmp_path / "go.work"))
+    said = await asyncio.to_thread(run, str(tmp_path / "program"), env=surroundings(stack, tmp_path))
+    assert len(said.splitlines()) == 8, said  # a line for each rollout
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_its_example_learns_which_command_does_the_task(stack: Running, tmp_path: Path) -> None:
+    """R79, R82, R87: a whole trainer, against real services and sandboxes: what is rewarded becomes likelier."""
+    program = tmp_path / "trainer"
+    await asyncio.to_thread(go, "build", "-race", "-o", str(program), "./examples/trainer")
+    said = await asyncio.to_thread(run, str(program), "-steps", "3", "-n", "6", env=surroundings(stack, tmp_path))
+    steps = re.findall(r"^step (\d+): reward ([\d.]+), P\(cedar\) = ([\d.]+)$", said, re.MULTILINE)
+    assert [step for step, _, _ in steps] == ["1", "2", "3"], said
+    probabilities = [0.25, *(float(probability) for _, _, probability in steps)]
+    assert probabilities == sorted(probabilities), "a step of ascent made the rewarded command less likely"
+    assert probabilities[-1] > 0.5
+
+
+def test_what_it_is_built_of_is_what_go_mod_requires() -> None:
+    """Go took every module in the version that go.mod names, by go.sum's sums, but for the one that is made here."""
+    told = "{{with .Module}}{{.Path}} {{.Version}} {{with .Replace}}{{.Path}}{{end}}{{end}}"
+    used = {line for line in go("list", "-deps", "-f", told, "./...").splitlines() if not line.startswith(MODULE)}
+    made = (
+        f"google.golang.org/genproto/googleapis/rpc v0.0.0-20241007155032-5fefd90f89a9 {golang.HOME / 'error-details'}"
+    )
+    required = re.findall(r"^\s+(\S+\.\S+ v\S+)", (golang.ROOT / "go.mod").read_text(), re.MULTILINE)
+    assert used - {""} == {made, *(f"{item} " for item in required if item not in made)}
+    sums = (golang.ROOT / "go.sum").read_text().splitlines()
+    assert len(sums) == 2 * len(required)
+    assert all(any(line.startswith(f"{item} h1:") for line in sums) for item in required)
+
+
+def test_a_machine_without_the_toolchain_is_told_what_to_do(tmp_path: Path) -> None:
+    """What cannot be had is said in words, and how to do without it."""
+    elsewhere = tmp_path / "clients"
+    elsewhere.mkdir()
+    (elsewhere / "golang.py").write_text((ROOT / "clients" / "golang.py").read_text())
+    command = [sys.executable, "-m", "clients.golang", "run", "go", "version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "make go-client" in done.stderr

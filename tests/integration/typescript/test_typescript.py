@@ -1,0 +1,101 @@
+"""The TypeScript client as its users have it: its package, its example, its own tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import pytest
+from tests.support.stack import Running
+
+from clients import nodejs
+from penstock.client.endpoints import write_connection
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+FOLDER: Final = ROOT / "clients" / "typescript"
+TSC: Final = FOLDER / "node_modules" / ".bin" / "tsc"
+
+
+def run(*command: str, cwd: Path = FOLDER, env: Mapping[str, str] | None = None) -> str:
+    """What a command says that has to succeed."""
+    done = subprocess.run(
+        command, cwd=cwd, env=env or nodejs.environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def surroundings(stack: Running, folder: Path) -> dict[str, str]:
+    """Where a program finds the services that run."""
+    connection = folder / "connection.json"
+    write_connection(connection, stack.stack.endpoints, pid=None)
+    return {**nodejs.environment(), "PENSTOCK_CONNECTION": str(connection)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built() -> None:
+    """Compiled, strictly."""
+    run("npm", "run", "--silent", "build")
+
+
+def test_its_own_tests_pass() -> None:
+    """Addresses, errors, completions and the book of leases, each without a service."""
+    run("npm", "test", "--silent")
+
+
+def test_its_package_works_in_an_empty_folder_with_types(tmp_path: Path) -> None:
+    """What npm packs has the code, its types and nothing of the tests, and needs nothing of this repository."""
+    (packed,) = json.loads(run("npm", "pack", "--json", "--ignore-scripts", "--pack-destination", str(tmp_path)))
+    names = {file["path"] for file in packed["files"]}
+    assert {"README.md", "dist/index.js", "dist/index.d.ts", "dist/gen/penstock/sandbox/v1/sandbox_pb.js"} <= names
+    assert not [name for name in names if "/test/" in name or name.startswith("node_modules")]
+    (tmp_path / "package.json").write_text('{"type": "module", "private": true}')
+    run("npm", "install", "--prefer-offline", "--no-audit", "--no-fund", f"./{packed['filename']}", cwd=tmp_path)
+    (tmp_path / "use.ts").write_text(
+        'import { Completion, connect, NotFound, type Task } from "@penstock/client";\n'
+        'import { SandboxService } from "@penstock/client/gen/penstock/sandbox/v1/sandbox_service_pb.js";\n'
+        'const task: Task = { taskId: "t", instruction: "i", setup: ["true"] };\n'
+        "const ids: Int32Array = Completion.ofTokens([1, 2], [-1, -2]).tokenIds;\n"
+        "const ps = connect();\n"
+        "console.log(task.taskId, ids.length, SandboxService.typeName, NotFound.name, typeof ps.groups.create);\n"
+        "await ps.close();\n"
+        "// @ts-expect-error: a task has an instruction\n"
+        'const wrong: Task = { taskId: "t" };\n'
+        "void wrong;\n"
+    )
+    options = ["--noEmit", "--strict", "--skipLibCheck", "--module", "nodenext", "--target", "es2023"]
+    options += ["--lib", "esnext,dom", "--types", "node", "--typeRoots", str(FOLDER / "node_modules" / "@types")]
+    run(str(TSC), *options, "use.ts", cwd=tmp_path)
+    assert run("node", "use.ts", cwd=tmp_path).split() == [
+        "t", "2", "penstock.sandbox.v1.SandboxService", "NotFound", "function",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("page", ["clients/typescript/README.md", "docs/guides/typescript.md"])
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_program_of_a_page_runs(stack: Running, tmp_path: Path, page: str) -> None:
+    """What a reader copies compiles strictly and does its work, against real services."""
+    blocks = re.findall(r"^```ts\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    program = FOLDER / "examples" / f".{Path(page).stem}-{tmp_path.name}.ts"  # where the package's name means this one
+    program.write_text("\n".join(blocks))
+    try:
+        run(str(TSC), "-p", "examples")
+        said = await asyncio.to_thread(run, "node", str(program), env=surroundings(stack, tmp_path))
+    finally:
+        program.unlink()
+    assert "Int32Array" in said
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_its_example_learns_which_command_does_the_task(stack: Running, tmp_path: Path) -> None:
+    """R82, R87: a whole trainer, against real services and sandboxes: what is rewarded becomes likelier."""
+    run(str(TSC), "-p", "examples")
+    said = await asyncio.to_thread(run, "node", "examples/bandit.ts", "5", "2", env=surroundings(stack, tmp_path))
+    assert float(said.splitlines()[-1]) > 0.5, said
+    rollouts = [rollout async for rollout in stack.ps.rollouts.list(run_id="bandit-2")]
+    assert len(rollouts) == 30 and all(item.outcome is not None and item.outcome.completed for item in rollouts)

@@ -1,0 +1,103 @@
+"""`penstock.ops.v1` for every service, and the doctor's eyes for what no service sees by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+import pytest
+from tests.support.waiting import eventually
+
+from penstock.cli.doctor_live import examine
+from penstock.client import Endpoints, Trouble
+from penstock.ops.v1 import operations_service_pb2 as pb
+from penstock.ops.v1 import operations_service_pb2_grpc as rpc
+from penstock_chassis.auth import Authenticator, Role
+from penstock_chassis.channel import connect, typed_errors
+from penstock_chassis.errors import InvalidArgument
+from penstock_chassis.loop_lag import LoopLag
+from penstock_chassis.operations import Operations
+from penstock_chassis.operations import Trouble as Told
+from penstock_chassis.server import Server, Service, watched_by
+from penstock_chassis.testing import serve
+
+TOKENS = {Role.OPERATOR: "an-operator", Role.OBSERVER: "an-observer"}
+
+
+@asynccontextmanager
+async def serving(watched: Operations) -> AsyncIterator[str]:
+    """A server with nothing but the service for operators."""
+    with closing(watched):
+        server = Server(watched_by(watched, Service(registrations=())), Authenticator(TOKENS), drain_s=0.0)
+        async with server:
+            yield server.address
+
+
+async def status(address: str, token: str = "an-observer", **asked: object) -> pb.GetStatusResponse:
+    """What a service says of itself."""
+    async with connect(address, token) as channel:
+        with typed_errors():
+            answer: pb.GetStatusResponse = await rpc.OperationsServiceStub(channel).GetStatus(
+                pb.GetStatusRequest(**asked)  # type: ignore[arg-type]
+            )
+            return answer
+
+
+async def test_a_service_says_how_it_fares_to_every_role_and_puts_the_gravest_first(tmp_path: Path) -> None:
+    """Its own troubles, with what to do; as many subjects as a person reads."""
+    patience: list[float] = []
+
+    def troubles(patience_s: float) -> list[Told]:
+        patience.append(patience_s)
+        many = tuple(map(str, range(100)))
+        return [Told("LATER", "m", "a", grave=False), Told("NOW", "m", "do it", subjects=many)]
+
+    async with serving(Operations("driver", troubles, {"state": tmp_path, "gone": tmp_path / "gone"})) as address:
+        said = await status(address, min_free_bytes=0)
+    assert (said.service, said.version) == ("driver", "0.1.0") and patience == [60.0]
+    assert [disk.name for disk in said.disks] == ["state"] and said.disks[0].free_bytes > 0
+    assert [(trouble.reason, trouble.grave) for trouble in said.troubles] == [("NOW", True), ("LATER", False)]
+    assert len(said.troubles[0].subjects) == 20
+
+
+async def test_a_request_that_makes_no_sense_is_refused_by_field() -> None:
+    """R33's like for RPCs: a negative size or patience."""
+    async with serving(Operations("driver")) as address:
+        with pytest.raises(InvalidArgument) as refused:
+            await status(address, min_free_bytes=-1)
+    assert refused.value.reason == "STATUS_REQUEST_INVALID"
+    assert [violation.field for violation in refused.value.violations] == ["min_free_bytes"]
+
+
+async def test_an_event_loop_that_is_held_up_is_told() -> None:
+    """The longest delay of the last minute, while it lasts too: also one that ends within the second it began in."""
+    with closing(LoopLag()) as lag:
+        time.sleep(0.7)  # noqa: ASYNC251 - this is the trouble
+        assert lag.longest >= 0.6
+        await eventually(lambda: len(lag._last) > 0, "told")
+        assert lag.longest >= 0.6
+
+
+async def test_a_service_with_a_clock_of_its_own_is_told_from_ours() -> None:
+    """By how much, beyond what asking took."""
+    watched = Operations("driver", clock=lambda: time.time() + 100.0)
+    async with serving(watched) as address:
+        found = await examined(address)
+    assert [trouble.reason for trouble in found] == ["CLOCK_SKEW"] and "100.0 s ahead" in found[0].message
+
+
+async def test_a_service_that_is_older_than_the_command_is_told_to_be_upgraded() -> None:
+    """UNIMPLEMENTED is no failure of the service: a warning."""
+    async with serve(tokens=TOKENS) as (address, _):
+        found = await examined(address)
+    assert [(trouble.reason, trouble.grave) for trouble in found] == [("SERVICE_OLD", False)]
+
+
+async def examined(address: str) -> list[Trouble]:
+    """What the doctor says of one service; a client wants three, so it is all of them."""
+    endpoints = Endpoints(sandbox=address, driver=address, interception=address, inference="", token="an-observer")
+    found = (await examine(endpoints, 0.0, 0)).troubles
+    assert len(found) == 3
+    return list(found[:1])

@@ -1,0 +1,368 @@
+"""What watch, replay and diff are made of: drawn text, the curve, what stands, what differs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console, Group, RenderableType
+
+from penstock.cli import diff, replay, rows, show, turns, watch
+from penstock.cli.console import emit
+from penstock.cli.curve import Curve, Point, condensed, strip
+from penstock.cli.following import Chosen
+from penstock.cli.standing import Standing
+from penstock.cli.story import steps
+from penstock.client import bodies
+from penstock.client.differences import compare
+from penstock.client.pieces import Pieces
+from penstock.client.recordings import Recording, Turn
+from penstock.client.results import (
+    AgentEvent,
+    AgentExited,
+    ArtifactCollected,
+    CommandFinished,
+    EventPayload,
+    Exit,
+    Failure,
+    FailureCause,
+    Grading,
+    Outcome,
+    Phase,
+    Progress,
+    RolloutChanges,
+    RolloutEvent,
+    RolloutSummary,
+    VerifierCommand,
+)
+from penstock.client.trajectories import Branch, Finding, RecordedToolCall, Reward
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+HOSTILE = [
+    "\x1b]0;owned\x07",
+    "\x1b[2J",
+    "\x9b31m",
+    "\u202e",
+    "\u2066",
+    "\r",
+    "\x08",
+    "\x00",
+    "\ud800",
+    "[red]",
+    "\x7f",
+]
+TEXTS = st.lists(st.one_of(st.sampled_from(HOSTILE), st.text(max_size=8), st.just("\n")), max_size=8).map("".join)
+
+
+def drawn(items: Iterable[RenderableType], width: int = 80) -> str:
+    """What reaches a terminal, but for styles: so that every escape sequence is somebody else's."""
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=width, color_system=None)
+    console.print(Group(*items))
+    return file.getvalue()
+
+
+def foreign(text: str) -> str:
+    """What of it a terminal would obey."""
+    return "".join(letter for letter in text if letter not in "\n" and not letter.isprintable())
+
+
+def summary(number: int, **changes: Any) -> RolloutSummary:
+    """A rollout that ended, the number-th that began."""
+    given: dict[str, Any] = {
+        "rollout_id": f"r-{number}", "group_id": None, "index": number, "run_id": None, "task_id": "t", "agent": "a",
+        "labels": {}, "phase": Phase.ENDED, "create_time": NOW + timedelta(seconds=number),
+        "end_time": NOW + timedelta(seconds=number + 5), "failure": None, "reward": Reward(0.5), "calls": 2,
+        "prompt_tokens": 100, "completion_tokens": 10, "min_version": 1, "max_version": 2, "attempts": 1,
+    }  # fmt: skip
+    return RolloutSummary(**(given | changes))
+
+
+def turn(index: int = 0, ids: Sequence[int] = (1, 2, 3), **changes: Any) -> Turn:
+    """A model call that was answered."""
+    given: dict[str, Any] = {
+        "index": index, "call_id": f"c{index}", "parent_call_id": None, "branch_id": "b", "role": "main",
+        "state": "delivered", "answerer": "inference", "prompt": np.array([7, 8], np.int32), "shared": 0,
+        "sampled": np.array(ids, np.int32), "logprobs": -np.arange(len(ids), dtype=np.float32), "versions": (),
+        "finish_reason": "stop", "end_reason": "", "engine": "e", "model": "m", "sampling": {}, "normalisations": (),
+        "tools": (), "injected": False, "message": None, "body": None, "receive_time": NOW,
+        "end_time": NOW + timedelta(seconds=1),
+    }  # fmt: skip
+    return Turn(**(given | changes))
+
+
+def pieces(text: str) -> Pieces:
+    """A tokenizer whose every token is this text."""
+    usable = text.encode("utf-8", "replace").decode()
+    return Pieces(orjson.dumps({"model": {"vocab": {f"{usable}{number}": number for number in range(10)}}}))
+
+
+def hostile(text: str) -> Recording:
+    """A recording in which everything is this text."""
+    raw = text.encode("utf-8", "replace")
+    end = Exit("failed", None, None, text, 1.0)
+    payloads: list[EventPayload] = [
+        Progress(text), CommandFinished(Phase.VERIFYING, 0, text, end, raw, raw), AgentExited(end, raw),
+        *(AgentEvent(kind, {"text": text, "name": text, "output": text}, raw) for kind in ("assistant", "tool_call")),
+        ArtifactCollected(text, raw, False, 3), ArtifactCollected("changes.diff", b"+" + raw, False, 3),
+    ]  # fmt: skip
+    body = {"messages": [{"role": text, "content": text, "name": text}, {"role": "tool", "content": [{"text": text}]}]}
+    failure = Failure(FailureCause.AGENT, text, text, False, None)
+    grading = Grading(True, 0, 1, (VerifierCommand(end, raw, raw),), 0, None)
+    return Recording(
+        origin=text, rollout_id=text, group_id=text, run_id=text, task_id=text, agent=text, labels={text: text},
+        failure=(text, text, text), reward=Reward(0.5, components={text: 1.0}), grade=text,
+        findings=(Finding(text, text, text, None),),
+        turns=(turn(body=body, end_reason=text, model=text, engine=text, normalisations=(text,), untrained=text,
+                    role=text, state=text, answerer=text, finish_reason=text, tools=(text,),
+                    sampling={text: text, "temperature": text}),
+               turn(1, parent_call_id="c0", branch_id=text, sampled=None, message={"parts": [{"text": text}]})),
+        branches=(Branch("b", text, "c1", 1, ("c0",), text), Branch(text, text, None, 0, ("c1",), text)),
+        tool_calls=(RecordedToolCall(tool_call_id=text, index=0, name=text, state=text, arguments_json=text,
+            is_error=False, result_json=text, result_sha256=b"", result_bytes=0, end_reason=text, receive_time=None,
+            end_time=None),),
+        events=tuple(RolloutEvent(number, text, NOW, item) for number, item in enumerate(payloads, 1)),
+        outcome=Outcome(failure, Reward(0.5, components={text: 1.0}), end, raw, grading), pieces=pieces(text),
+    )  # fmt: skip
+
+
+@settings(max_examples=25)  # each draws a lot
+@given(TEXTS, st.booleans())
+def test_no_text_of_a_recording_drives_the_terminal(text: str, tokens: bool) -> None:
+    """What an agent wrote is hostile: every step of a replay, and a diff of it."""
+    recording = hostile(text)
+    for step in steps(recording):
+        assert not foreign(drawn(step.draw(tokens)))
+    book = replay.Book(recording, steps(recording), tokens=tokens)
+    for _ in steps(recording):
+        assert not foreign(drawn([book.frame()]))
+        book.press("n")
+    other = replace(recording, rollout_id="other", turns=(turn(ids=(4,)),), outcome=None, failure=None, reward=None)
+    for item in recording.events:
+        assert not foreign(drawn(filter(None, [show.event(item)])))
+    assert not foreign(drawn(diff.drawn(compare(recording, other), recording, other)))
+
+
+@settings(max_examples=25)  # each draws a lot
+@given(TEXTS)
+def test_no_name_in_a_table_drives_the_terminal(text: str) -> None:
+    """Names are a trainer's, and reasons may be anybody's."""
+    failure = Failure(FailureCause.AGENT, text, text, False, None)
+    item = summary(0, rollout_id=text, group_id=text, run_id=text, task_id=text, agent=text, failure=failure)
+    standing = Standing()
+    standing.apply(RolloutChanges((item,), (), True))
+    for width in (40, 80, 160):
+        table = rows.rollouts(standing.rollouts(), width, NOW)
+        assert not foreign(drawn([table, rows.groups(standing.groups(), width, (0.0, 1.0))], width))
+
+
+@given(TEXTS.filter(lambda text: text.isascii() or text.encode("utf-8", "ignore").decode() == text))
+def test_a_line_of_json_says_the_same_and_has_nothing_that_a_terminal_obeys(text: str) -> None:
+    """A person may look at what was made for programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        caught = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        patch.setattr("sys.stdout", caught)
+        emit({text: [text]})
+        line = caught.buffer.getvalue()
+    assert orjson.loads(line) == {text: [text]}
+    assert not foreign(line.decode())
+
+
+def test_a_flood_is_cut_and_says_so() -> None:
+    """A line of ten megabytes is neither drawn nor waited for."""
+    flood = turn(
+        body={"messages": [{"role": "tool", "content": "x" * 10_000_000}]}, message={"parts": []}, sampled=None
+    )
+    recording = Recording(origin="o", rollout_id="r", turns=(flood,))
+    assert len(drawn(turns.draw(recording, flood, tokens=False))) < 20_000
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-5, 5), st.text(max_size=5)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(
+                ["messages", "input", "contents", "system", "role", "content", "parts", "text", "type", "tool_calls",
+                 "function", "functionCall", "args", "output", "arguments", "name", "tool_use", "thinking"]
+            ),
+            inner, max_size=4,
+        ),
+    ),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(JSON, JSON)
+def test_any_body_can_be_read(body: Any, former: Any) -> None:
+    """R33's spirit for people: an agent's request has any shape, and what is not understood is shown as it is."""
+    same, fresh = bodies.news(body, former)
+    assert same + len(fresh) == len(bodies.messages(body))
+    assert bodies.news(body, body)[1] == ()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]},
+                      {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "1"}}]},
+                      {"role": "tool", "content": "r"}]},
+        {"instructions": "s", "input": [{"role": "user", "content": [{"type": "input_text", "text": "u"}]},
+                                        {"type": "function_call", "name": "f", "arguments": "1"},
+                                        {"type": "function_call_output", "output": "r"}]},
+        {"system": "s", "messages": [{"role": "user", "content": "u"},
+                                     {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": 1}]},
+                                     {"role": "user", "content": [{"type": "tool_result", "content": "r"}]}]},
+        {"systemInstruction": {"parts": [{"text": "s"}]},
+         "contents": [{"role": "user", "parts": [{"text": "u"}]},
+                      {"role": "assistant", "parts": [{"functionCall": {"name": "f", "args": 1}}]},
+                      {"role": "user", "parts": [{"functionResponse": {"response": "r"}}]}]},
+    ],
+)  # fmt: skip
+def test_the_same_conversation_reads_the_same_in_every_dialect(body: Any) -> None:
+    """Four dialects, one reader."""
+    said = [(item.role, item.kind, item.text, item.name) for item in bodies.messages(body)]
+    assert said == [
+        ("system", "text", "s", ""),
+        ("user", "text", "u", ""),
+        ("assistant", "tool_call", "1", "f"),
+        ("tool", "tool_result", "r", ""),
+    ]
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(-2, 2)] * 3).map(sorted).map(lambda found: Point(*found)), max_size=40),
+    st.integers(12, 120),
+    st.integers(1, 12),
+)
+def test_a_curve_keeps_to_its_room(points: list[Point], width: int, height: int) -> None:
+    """As high and as wide as it was told, whatever the rewards are."""
+    file = io.StringIO()
+    Console(file=file, width=width).print(Curve(points, -1.0, 1.0, height, "caption"))
+    lines = file.getvalue().rstrip("\n").split("\n")
+    assert len(lines) == height + 1 and max(map(len, lines)) <= width
+
+
+def test_a_curve_rises_where_rewards_rise() -> None:
+    """The first point stands at the bottom left, the last at the top right."""
+    file = io.StringIO()
+    Console(file=file, width=40).print(Curve([Point(v, v, v) for v in np.linspace(0, 1, 200)], 0.0, 1.0, 5, ""))
+    lines = file.getvalue().split("\n")
+    assert (
+        lines[4][5] not in " \u2800"
+        and lines[0].rstrip()[-1] not in " \u2800"
+        and lines[0][5:20].strip(" \u2800") == ""
+    )
+
+
+@given(st.lists(st.floats(0, 1), max_size=30), st.integers(1, 30))
+def test_a_strip_counts_every_reward(values: list[float], width: int) -> None:
+    """A group of up to nine rewards in one place shows how many lie there."""
+    shown = strip(values, 0.0, 1.0, width).plain
+    assert len(shown) == width
+    if "#" not in shown:
+        assert sum(int(letter) for letter in shown if letter.isdigit()) == len(values)
+
+
+@given(st.integers(1, 400), st.integers(1, 50))
+def test_taking_points_together_loses_none(count: int, most: int) -> None:
+    """The extremes stay what they are."""
+    points = [Point(float(-i), float(i), float(i)) for i in range(count)]
+    found = condensed(points, most)
+    assert len(found) == min(count, most)
+    assert min(p.low for p in found) == -(count - 1) and max(p.high for p in found) == count - 1
+
+
+def test_what_broke_stays_shown_until_everything_is_known_anew() -> None:
+    """After a break rollouts that are gone go when the whole is told, not before, and only changes are news."""
+    standing = Standing()
+    standing.begin()
+    standing.apply(RolloutChanges((summary(1), summary(2)), (), True))
+    standing.begin()
+    new, gone = standing.apply(RolloutChanges((summary(1),)))
+    assert (new, gone, len(standing)) == ([], [], 2)
+    new, gone = standing.apply(RolloutChanges((summary(3),), (), True))
+    assert ([item.rollout_id for item in new], gone) == (["r-3"], ["r-2"])
+    assert standing.apply(RolloutChanges((), ("r-3", "r-9")))[1] == ["r-3"]
+
+
+def test_groups_have_their_mean_and_spread_and_the_curve_runs_through_them() -> None:
+    """What a trainer looks for: the newest group first in the table, the oldest first on the curve."""
+    items = [summary(n, group_id=f"g{n // 2}", reward=Reward(float(n % 2) if n < 2 else 1.0)) for n in range(4)]
+    standing = Standing()
+    standing.apply(RolloutChanges(tuple(items), (), True))
+    assert [group.group_id for group in standing.groups()] == ["g1", "g0"]
+    assert (standing.groups()[1].mean, standing.groups()[1].deviation) == (0.5, 0.5)
+    points, caption = standing.curve()
+    assert points == [Point(0.0, 0.5, 1.0), Point(1.0, 1.0, 1.0)] and "2 groups" in caption
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (40, 10), (20, 5)])
+def test_the_screen_of_watch_fits_and_scrolls(width: int, height: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any terminal, a thousand rollouts, any key."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, height=height, force_terminal=True, color_system=None)
+    monkeypatch.setattr(watch, "out", console)
+    view = watch.View(Chosen())
+    changes = RolloutChanges(tuple(summary(n, group_id=f"g{n // 8}") for n in range(1000)), (), True)
+    view.standing.apply(changes)
+    for key in ("x", "tab", "G", "up", "pageup", "tab", "G", "space", "tab", "home", "down"):
+        view.press(key)
+        file.seek(0)
+        file.truncate()
+        console.print(view.frame())
+        lines = file.getvalue().rstrip("\n").split("\n")
+        assert len(lines) <= height + (4 if height < 10 else 0), (key, lines)
+    view.press("q")
+    assert not view.open
+
+
+@settings(max_examples=25)  # each draws a lot
+@given(st.lists(st.sampled_from(["n", "p", "g", "G", "down", "up", "space", "b", "t", "wake", "z"]), max_size=30))
+def test_any_keys_leave_a_replay_at_one_of_its_steps(keys: list[str]) -> None:
+    """Before the first and after the last there is nothing to fall into."""
+    recording = hostile("x")
+    book = replay.Book(recording, steps(recording), tokens=False)
+    for key in keys:
+        book.press(key)
+        assert not foreign(drawn([book.frame()]))
+    assert book.open
+    book.press("q")
+    assert not book.open
+
+
+def test_a_recording_is_the_same_as_itself() -> None:
+    """diff of a rollout with itself finds nothing."""
+    recording = hostile("text")
+    assert compare(recording, recording).same
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.data())
+def test_the_first_token_that_differs_is_found(ids: list[int], data: st.DataObject) -> None:
+    """Where two answers part: the position, and what each says from there."""
+    at = data.draw(st.integers(0, len(ids) - 1))
+    changed = [*ids]
+    changed[at] = (changed[at] + 1) % 10
+    one, other = (Recording(origin="o", rollout_id="r", turns=(turn(ids=item),)) for item in (ids, changed))
+    found = compare(one, other).divergence
+    assert found is not None and (found.where, found.position) == ("answer", at)
+    assert (found.left.token_ids[0], found.right.token_ids[0]) == (ids[at], changed[at])
+    assert found.left.logprobs is not None and found.left.logprobs[0] == float(-at)
+    longer = Recording(origin="o", rollout_id="r", turns=(turn(ids=[*ids, 0]),))
+    ending = compare(one, longer).divergence
+    assert ending is not None and ending.position == len(ids) and ending.left.token_ids == ()
+
+
+def test_a_character_of_several_tokens_is_read_whole() -> None:
+    """Byte-level vocabularies cut characters; an answer is read as one text."""
+    vocabulary = {"model": {"vocab": {"\u00c3": 0, "\u00a9": 1}}, "decoder": {"type": "ByteLevel"}}
+    found = Pieces(orjson.dumps(vocabulary))
+    assert found.whole([0, 1]) == "\u00e9" and found.text(0) == "\ufffd"

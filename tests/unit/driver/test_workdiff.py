@@ -1,0 +1,179 @@
+"""What an agent changed, as a diff: true, bounded, and never a reason for a rollout to fail."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.driver.conftest import Driver
+from tests.unit.driver.world import bash, say
+
+from penstock_chassis.errors import PenstockError, PermissionDenied, ResourceExhausted
+from penstock_driver import edits
+from penstock_driver.edits import Effort, hunks
+from penstock_driver.launches import FileToWrite
+from penstock_driver.workdiff import MAX_DIFF_BYTES, unified
+from penstock_driver.workfiles import MAX_BYTES, MAX_FILE_BYTES, MAX_FILES, small_files
+
+LINES = st.lists(st.sampled_from(["a", "b", "c", "", "d\f", "e\u2028"]), max_size=40)
+HEADING = re.compile(r"@@ -(\d+),(\d+) \+(\d+),(\d+) @@\n")
+
+
+def applied(before: str, lines: list[str]) -> str:
+    """`before` with the hunks applied to it, as patch(1) does."""
+    old = edits._lines(before)
+    made: list[str] = []
+    at = 0
+    for index, line in enumerate(lines):
+        heading = HEADING.fullmatch(line)
+        if heading:
+            start = int(heading[1]) - (int(heading[2]) > 0)
+            made += old[at:start]
+            at = start
+            continue
+        if line.startswith("\\"):
+            continue
+        text = line[1:]
+        if index + 1 < len(lines) and lines[index + 1].startswith("\\"):
+            text = text.removesuffix("\n")
+        if line[0] in " -":
+            assert old[at] == text
+            at += 1
+        if line[0] in " +":
+            made.append(text)
+    return "".join(made + old[at:])
+
+
+@given(LINES, LINES, st.booleans(), st.booleans(), st.sampled_from([0, 5, 4_000_000]))
+def test_hunks_turn_one_text_into_the_other_whatever_effort_there_is(
+    one: list[str], other: list[str], ends: bool, other_ends: bool, steps: int
+) -> None:
+    """R80: bounded work; a difference that is cut short is a longer one and still true."""
+    before = "\n".join(one) + ("\n" if ends else "")
+    after = "\n".join(other) + ("\n" if other_ends else "")
+    lines = list(hunks(before, after, Effort(steps)))
+    assert applied(before, lines) == after
+    assert bool(lines) == (before != after)
+
+
+def test_texts_that_have_nothing_in_common_cost_no_more_than_the_effort() -> None:
+    """R80: what an agent leaves cannot keep the driver busy."""
+    effort = Effort(1000)
+    lines = list(hunks("x\n" * 50_000, "y\n" * 50_000, effort))
+    assert len(lines) == 100_001
+    assert effort.steps > -2 * edits.MAX_EDITS
+
+
+def tar(files: dict[str, bytes], links: dict[str, str] | None = None) -> io.BytesIO:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        for name, target in (links or {}).items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, target
+            archive.addfile(member)
+    return sink
+
+
+def test_added_changed_and_removed_files_are_told_and_equal_ones_are_not() -> None:
+    """Point 1 of the dashboard: files that changed. What is no text is named; a path stays on its line."""
+    before = tar({"same": b"s\n", "gone": b"g\n", "was": b"1\n2\n", "bin": b"\0a"}, {"link": "a"})
+    after = tar(
+        {"same": b"s\n", "was": b"1\n3", "new\n+++ b/x": b"n\n", "bin": b"\0b", "latin": b"\xff"}, {"link": "b"}
+    )
+    assert unified(before, after).text.decode() == (
+        "diff --git a/bin b/bin\nBinary files a/bin and b/bin differ\n"
+        "diff --git a/gone b/gone\n--- a/gone\n+++ /dev/null\n@@ -1,1 +0,0 @@\n-g\n"
+        "diff --git a/latin b/latin\nBinary files /dev/null and b/latin differ\n"
+        "diff --git a/link b/link\n--- a/link\n+++ b/link\n@@ -1,1 +1,1 @@\n-link to 'a'\n+link to 'b'\n"
+        "diff --git a/new\\n+++ b/x b/new\\n+++ b/x\n--- /dev/null\n+++ b/new\\n+++ b/x\n@@ -0,0 +1,1 @@\n+n\n"
+        "diff --git a/was b/was\n--- a/was\n+++ b/was\n@@ -1,2 +1,2 @@\n 1\n-2\n+3\n\\ No newline at end of file\n"
+    )
+
+
+def test_a_diff_has_a_bound_and_says_how_long_it_would_have_been() -> None:
+    """R26: what is left out is told."""
+    made = unified(tar({}), tar({f"f{number}": b"line\n" * 40_000 for number in range(4)}))
+    assert len(made.text) <= MAX_DIFF_BYTES < made.size_bytes
+    assert made.text.endswith(b"\n")
+
+
+async def test_what_an_agent_changed_is_kept_as_an_artifact_before_the_verifier_changes_more(driver: Driver) -> None:
+    """Point 1 of the dashboard: files that changed, whatever backend there is."""
+    work = bash("echo more >> notes; echo new > made")
+    driver.gate.script = lambda messages: say("done") if messages[-1]["role"] == "tool" else work
+    order = driver.order()
+    files = (FileToWrite("notes", b"first\n", 0o644),)
+    order = replace(order, task=replace(order.task, files=files, keep_diff=True))
+    record = await driver.start(order)
+    await driver.outcome(record)
+    events = await driver.events(record.rollout_id)
+    told = [event.WhichOneof("event") for event in events]
+    artifact = next(event.artifact for event in events if event.HasField("artifact"))
+    assert artifact.name == "changes.diff"
+    assert b"+++ b/made" in artifact.content
+    assert b" first\n+more\n" in artifact.content
+    assert told.index("artifact") < told.index("command_finished", told.index("agent_exited"))
+
+
+async def test_a_diff_that_cannot_be_made_is_told_and_fails_nothing(driver: Driver) -> None:
+    """R26, R59: a record for people is no condition of a reward."""
+    order = driver.order()
+    order = replace(order, task=replace(order.task, keep_diff=True))
+    failures: list[list[PenstockError | None]] = [
+        [ResourceExhausted("too large", reason="TREE_TOO_LARGE")],
+        [None, PermissionDenied("locked", reason="FILE_PERMISSION")],
+    ]
+    for errors in failures:
+        driver.sandboxes.fail["read_tree"] = [*errors]
+        record = await driver.start(order)
+        outcome = await driver.outcome(record)
+        assert not outcome.HasField("failure")
+        events = await driver.events(record.rollout_id)
+        assert any("is not kept as the task asks" in event.progress.message for event in events)
+        assert not any(event.HasField("artifact") for event in events)
+
+
+@given(
+    st.dictionaries(
+        st.lists(st.sampled_from(["a", "b", ".git", "c d", "\n"]), min_size=1, max_size=3).map("/".join),
+        st.binary(max_size=40).map(lambda content: content * 3000),
+        max_size=40,
+    )
+)
+def test_small_files_are_kept_within_bounds_and_the_rest_is_counted(files: dict[str, bytes]) -> None:
+    """R26: whatever an agent leaves, what is kept of it is bounded and in order, and what is left out is told."""
+    found = small_files(tar(files))
+    shown = {path: content for path, content in files.items() if not any(part[0] == "." for part in path.split("/"))}
+    assert dict(found.files).items() <= shown.items()
+    assert [path for path, _ in found.files] == sorted(path for path, _ in found.files)
+    assert len(found.files) <= MAX_FILES and sum(len(content) for _, content in found.files) <= MAX_BYTES
+    assert all(len(content) <= MAX_FILE_BYTES and path.count("/") < 2 for path, content in found.files)
+    assert found.more == len(shown) - len(found.files)
+
+
+def test_a_link_is_no_file_to_keep() -> None:
+    """R76: where a link leads is not looked at."""
+    assert small_files(tar({"a": b"1"}, {"b": "/etc/passwd"})).files == (("a", b"1"),)
+
+
+async def test_the_small_files_of_a_working_directory_are_kept_when_a_task_asks(driver: Driver) -> None:
+    """What OpenEnv's `run_rollout` tells as `files`: as the agent left them, before anything is verified."""
+    work = bash("mkdir -p src/deep; echo one > src/main; echo two > src/deep/no; echo three > .hidden")
+    driver.gate.script = lambda messages: say("done") if messages[-1]["role"] == "tool" else work
+    order = driver.order()
+    order = replace(order, task=replace(order.task, keep_files=True))
+    record = await driver.start(order)
+    await driver.outcome(record)
+    events = await driver.events(record.rollout_id)
+    artifacts = {event.artifact.name: event.artifact.content for event in events if event.HasField("artifact")}
+    assert artifacts["files/src/main"] == b"one\n"
+    assert not {"files/src/deep/no", "files/.hidden", "changes.diff"} & artifacts.keys()
+    assert any("more files of the working directory" in event.progress.message for event in events)
