@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -65,8 +65,6 @@ class Engine:
     folder: Path
     process: subprocess.Popen[bytes]
     api: Any
-    standing: set[str] = field(default_factory=set)
-    """What services hold that stay for the whole session: no test left it."""
 
     @property
     def runtime_log(self) -> str:
@@ -93,7 +91,7 @@ class Engine:
             names = [name for name in names if not name.startswith("volume ")]
             names += [f"volume {one['Name']}" for one in self.api.volumes().get("Volumes") or []]
         names += [f"network {one['Name']}" for one in self.api.networks() if one["Name"] not in ("host", "none")]
-        return [name for name in names if name not in self.standing]
+        return names
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[set[str]]:
@@ -273,20 +271,6 @@ def gvisor_settings() -> dict[str, str]:
         "PENSTOCK_SANDBOX_DOCKER_RUNTIME": GVISOR,
         "PENSTOCK_SANDBOX_DOCKER_IMAGE": GVISOR_BASE,
     }
-
-
-@contextlib.contextmanager
-def standing() -> Iterator[None]:
-    """For a service that stays: what it holds now is not what a test left."""
-    there = _engine
-    held = set(there.remains()) if there is not None else set()
-    if there is not None:
-        there.standing |= held
-    try:
-        yield
-    finally:
-        if there is not None:
-            there.standing -= held
 
 
 @contextlib.asynccontextmanager

@@ -102,9 +102,13 @@ class Terminal:
             return await self.process.wait()
 
 
-def _take_terminal() -> None:
-    """In the child: this terminal is the session's, so that its keys and its size are told by signals."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+_PROGRAM: Final = """
+import fcntl, runpy, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+runpy.run_module("penstock.cli.main", run_name="__main__", alter_sys=True)
+"""
+"""Makes the terminal its session's, so that keys and size are told by signals, and is `penstock` from then on. Not
+between fork and exec: the tests' process may have threads (JAX refuses a fork beside its own)."""
 
 
 @asynccontextmanager
@@ -118,8 +122,8 @@ async def penstock(
     surroundings = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        "-m",
-        "penstock.cli.main",
+        "-c",
+        _PROGRAM,
         *argv,
         stdin=slave,
         stdout=slave,
@@ -127,7 +131,6 @@ async def penstock(
         env={**surroundings, "TERM": "xterm-256color", **environment},
         cwd=cwd,
         start_new_session=True,
-        preexec_fn=_take_terminal,
     )
     terminal = Terminal(master, process, columns, lines)
     loop = asyncio.get_running_loop()

@@ -12,7 +12,6 @@ import pytest
 import pytest_asyncio
 from tests.conformance.sandbox.needs import narrowest
 from tests.conformance.sandbox.services import SERVICES, Running, start
-from tests.support import dockerd
 
 from penstock.sandbox.v1 import file_service_pb2 as fs
 from penstock.sandbox.v1 import process_service_pb2 as ps
@@ -29,7 +28,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         unknown = [name for name in names if name not in SERVICES]
         if unknown:
             raise pytest.UsageError(f"--backend: there is no {', '.join(unknown)}; there are {', '.join(SERVICES)}")
-        metafunc.parametrize("service", names, indirect=True, scope="session")
+        metafunc.parametrize("service", names, indirect=True, scope="package")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,12 +63,11 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     ]
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def service(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
-    """A running service."""
+    """A running service, which ends with the suite: what it holds of an engine is nothing that a later test left."""
     async with start(request.param) as running:
-        with dockerd.standing():
-            yield running
+        yield running
 
 
 @dataclass

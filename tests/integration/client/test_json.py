@@ -158,7 +158,7 @@ async def test_json_is_all_that_a_server_prints(ground: Ground) -> None:
         (console.UNREACHABLE, ["agents"], NOWHERE, "penstock up"),
         (console.UNREACHABLE, ["watch", "--once"], NOWHERE, "penstock up"),
         (console.REFUSED, ["agents", "show", "nobody"], {}, "nobody"),
-        (console.REFUSED, ["replay", "nobody"], {}, "no such rollout"),
+        (console.REFUSED, ["replay", "nobody"], {}, "there is no rollout nobody"),
     ],
 )
 def test_an_exit_code_means_the_same_for_every_command(

@@ -98,7 +98,7 @@ def test_two_rollouts_are_the_same_or_it_is_said_where_they_part(
     assert code == 1 and "they part at call 1, in its answer, token 0" in out and "they differ" in out, (out, err)
     assert "not compared" in out
     code, _, err = invoke("diff", first, "nobody", environment=connection)
-    assert code == 4 and "no such rollout" in err
+    assert code == 4 and "there is no rollout nobody" in err
 
 
 def test_siblings_of_a_group_are_compared_best_with_worst(connection: dict[str, str], group: str) -> None:
