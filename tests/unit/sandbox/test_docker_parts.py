@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.backends.docker import additions, changes, confinement, handover, hold
 from penstock_sandbox.backends.docker.daemon import Missing, Refused
-from penstock_sandbox.backends.docker.wire import Wire
+from penstock_sandbox.backends.docker.wire import CommandPipes, Wire
 
 MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, "")
 
@@ -287,6 +288,30 @@ async def test_a_daemon_that_breaks_off_or_refuses_is_a_typed_error(
     async with server:
         with pytest.raises(error):
             [one async for one in wire.objects("GET", "/x", {})]
+
+
+async def test_who_hears_a_command_after_another_goes_on_where_that_one_left_off(tmp_path: Path) -> None:
+    """A command's last words are read while its output is still being heard, in the middle of a frame."""
+    more = asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 101 UPGRADED\r\n\r\n" + struct.pack(">BxxxI", 2, 5) + b"la")
+        await writer.drain()
+        await more.wait()
+        writer.write(b"st!" + struct.pack(">BxxxI", 1, 2) + b"ok")
+        writer.close()
+
+    async def heard(pipes: CommandPipes) -> bytes:
+        return b"".join([piece async for piece in pipes.output()])
+
+    path = tmp_path / "docker.sock"
+    async with await asyncio.start_unix_server(handle, path), Wire(f"unix://{path}").command("x") as pipes:
+        first, second = asyncio.create_task(heard(pipes)), asyncio.create_task(heard(pipes))
+        await eventually(lambda: pipes.errors == b"la", "a part of the frame")
+        first.cancel()
+        more.set()
+        assert (await second, pipes.errors) == (b"ok", b"last!")
 
 
 def test_an_address_that_no_daemon_has_is_refused() -> None:

@@ -364,7 +364,7 @@ class _CommandPipe:
             raise OSError(self._pipes.errors.decode(errors="replace").strip())
 
     async def said(self) -> str:
-        """What it wrote to standard error; nobody may be hearing its output any more."""
+        """What it wrote to standard error, once nobody hears its output any more."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
                 async for _ in self._pipes.output():

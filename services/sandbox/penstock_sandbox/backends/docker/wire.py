@@ -132,6 +132,9 @@ class CommandPipes:
         self._reader = reader
         self._writer = writer
         self._last = last
+        self._reading = asyncio.Lock()
+        # Of the frame that is being read: kept here, so that who goes on after another knows where it stands.
+        self._stream = self._left = 0
         self.errors = b""
         """The last of what it wrote to standard error."""
 
@@ -141,23 +144,28 @@ class CommandPipes:
         await self._writer.drain()
 
     async def output(self) -> AsyncIterator[bytes]:
-        """Its standard output, as it comes; ends when the command or the connection does."""
-        while True:
-            try:
-                stream, left = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
-                while left:
-                    data = await self._reader.read(min(left, 256 * 1024))
-                    if not data:
-                        return
-                    left -= len(data)
-                    if stream == _STDERR:
-                        self.errors = (self.errors + data)[-_STDERR_KEPT:]
-                        if self._last and self._last in self.errors:
+        """Its standard output, as it comes; ends when the command or the connection does.
+
+        One hears it at a time: who comes second goes on where the first left off.
+        """
+        async with self._reading:
+            while True:
+                try:
+                    if not self._left:
+                        self._stream, self._left = _FRAME.unpack(await self._reader.readexactly(_FRAME.size))
+                    while self._left:
+                        data = await self._reader.read(min(self._left, 256 * 1024))
+                        if not data:
                             return
-                    else:
-                        yield data
-            except (OSError, EOFError):
-                return
+                        self._left -= len(data)
+                        if self._stream == _STDERR:
+                            self.errors = (self.errors + data)[-_STDERR_KEPT:]
+                            if self._last and self._last in self.errors:
+                                return
+                        else:
+                            yield data
+                except (OSError, EOFError):
+                    return
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
