@@ -18,7 +18,8 @@ from penstock_driver.records import Filter, GroupRecord, Record, new_id, new_rec
 from penstock_driver.registry import AgentRegistry
 from penstock_driver.rollouts import RolloutOrder
 from penstock_driver.rows import Rows
-from penstock_driver.rpc.orders import as_applied, order_from_proto, preparation_key
+from penstock_driver.rpc.applied import as_applied
+from penstock_driver.rpc.orders import order_from_proto, preparation_key
 from penstock_driver.rpc.paging import page_size, page_token
 from penstock_driver.rpc.row_stream import watch_rows
 from penstock_driver.rpc.shown import fill_in, group_to_proto, rollout_to_proto

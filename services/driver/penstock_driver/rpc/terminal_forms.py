@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from penstock.driver.v1 import rollout_pb2, terminal_service_pb2
 from penstock.sandbox.v1 import process_service_pb2
 from penstock_driver.rollouts import CommandFinished, Outcome
-from penstock_driver.rpc.orders import command_of_step, fill_verifier, terminal_from_proto, without_contents
+from penstock_driver.rpc.applied import fill_verifier, without_contents
+from penstock_driver.rpc.orders import command_of_step, terminal_from_proto
 from penstock_driver.rpc.shown import command_finished, outcome_to_proto
 from penstock_driver.rpc.values import exit_to_proto, timestamp
 from penstock_driver.terminals.episodes import Action, Answer, Observation, TerminalOrder
