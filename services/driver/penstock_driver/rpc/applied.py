@@ -4,8 +4,8 @@ environment's values and files' contents."""
 from __future__ import annotations
 
 from penstock.driver.v1 import rollout_pb2
+from penstock_chassis import times
 from penstock_driver.rollouts import RolloutOrder, Task
-from penstock_driver.rpc.values import seconds_to_duration
 
 
 def as_applied(spec: rollout_pb2.RolloutSpec, order: RolloutOrder) -> rollout_pb2.RolloutSpec:
@@ -23,7 +23,7 @@ def as_applied(spec: rollout_pb2.RolloutSpec, order: RolloutOrder) -> rollout_pb
             server.stdio.secret_env[name] = ""
     without_contents(shown.task)
     for name in ("prepare", "setup", "agent", "verify"):
-        getattr(shown.limits, name).CopyFrom(seconds_to_duration(getattr(order.limits, f"{name}_s")))
+        getattr(shown.limits, name).CopyFrom(times.duration(getattr(order.limits, f"{name}_s")))
     fill_verifier(shown.task, order.task)
     return shown
 
@@ -41,4 +41,4 @@ def fill_verifier(shown: rollout_pb2.Task, task: Task) -> None:
     """Fill in what the verifier leaves to the driver."""
     if task.verifier:
         shown.verifier.range_min, shown.verifier.range_max = task.verifier.range_min, task.verifier.range_max
-        shown.verifier.command_timeout.CopyFrom(seconds_to_duration(task.verifier.command_timeout_s))
+        shown.verifier.command_timeout.CopyFrom(times.duration(task.verifier.command_timeout_s))

@@ -8,8 +8,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
+from penstock_chassis import times
 from penstock_driver.rpc.findings import Findings
-from penstock_driver.rpc.values import duration_to_seconds
 
 _TOKEN_SCOPES: Final = frozenset(interception_pb2.TokenScope.values()) - {interception_pb2.TOKEN_SCOPE_UNSPECIFIED}
 _MAX_TTL_S: Final = 366 * 86_400
@@ -26,7 +26,7 @@ def check_gate_terms(spec: rollout_pb2.RolloutSpec, found: Findings) -> None:
     for index, scope in enumerate(spec.token_terms.scopes):
         if scope not in _TOKEN_SCOPES:
             found.add(f"spec.token_terms.scopes[{index}]", "unknown")
-    if spec.token_terms.HasField("ttl") and not 1 <= duration_to_seconds(spec.token_terms.ttl) <= _MAX_TTL_S:
+    if spec.token_terms.HasField("ttl") and not 1 <= times.seconds(spec.token_terms.ttl) <= _MAX_TTL_S:
         found.add("spec.token_terms.ttl", "expected 1 second to 1 year")
     for field, value in spec.policy.ListFields():
         if value < 0:
@@ -58,12 +58,12 @@ def _check_budgets(
 ) -> None:
     for field, value in budgets.ListFields():
         if isinstance(value, Duration):
-            if duration_to_seconds(value) <= 0:
+            if times.seconds(value) <= 0:
                 found.add(f"{where}.{field.name}", "expected more than 0")
         elif isinstance(value, interception_pb2.CallRate):
             if value.calls < 1:
                 found.add(f"{where}.call_rate.calls", "expected at least 1")
-            if value.HasField("period") and not 0 < duration_to_seconds(value.period) <= _MAX_PERIOD_S:
+            if value.HasField("period") and not 0 < times.seconds(value.period) <= _MAX_PERIOD_S:
                 found.add(f"{where}.call_rate.period", "expected more than 0 and at most 1 day")
             if value.HasField("burst") and value.burst < 1:
                 found.add(f"{where}.call_rate.burst", "expected at least 1")

@@ -16,6 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from penstock.driver.v1 import rollout_pb2, terminal_service_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock.sandbox.v1 import process_service_pb2, sandbox_service_pb2
+from penstock_chassis import times
 from penstock_chassis.errors import Violation
 from penstock_driver import restoring, rewards
 from penstock_driver.launches import AgentChoice, FileToWrite, McpServer, check_choice
@@ -26,7 +27,6 @@ from penstock_driver.rpc.findings import Findings
 from penstock_driver.rpc.gate_terms import check_gate_terms, gate_terms
 from penstock_driver.rpc.values import (
     command_from_proto,
-    duration_to_seconds,
     seed_from_proto,
     struct_to_dict,
 )
@@ -295,7 +295,7 @@ def _seconds(
     if not message.HasField(name):  # type: ignore[arg-type]
         return default
     value: Duration = getattr(message, name)
-    seconds = duration_to_seconds(value)
+    seconds = times.seconds(value)
     if not 0 < seconds <= MAX_LIMIT_S:
         found.add(f"{where}.{name}", "expected more than 0 and at most 7 days")
     return seconds

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
-from google.protobuf.duration_pb2 import Duration
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock_chassis import times
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_inference.engines.base import (
     Delta,
@@ -160,7 +160,7 @@ def chat_done(answer: ChatAnswer, info: EngineInfo) -> pb.GenerateResponse:
         engine_version=info.engine_version,
         model=info.model,
         timings=completion_pb2.Timings(
-            queued=duration(answer.timings.queue_s), decode=duration(answer.timings.decode_s)
+            queued=times.duration(answer.timings.queue_s), decode=times.duration(answer.timings.decode_s)
         ),
         usage=chat_pb2.Usage(
             prompt_tokens=answer.usage.prompt_tokens, completion_tokens=answer.usage.completion_tokens
@@ -203,9 +203,9 @@ def _completion(done: Done, request: GenerateRequest, info: EngineInfo) -> compl
         engine_version=info.engine_version,
         model=info.model,
         timings=completion_pb2.Timings(
-            queued=duration(done.timings.queue_s),
-            prefill=duration(done.timings.prefill_s),
-            decode=duration(done.timings.decode_s),
+            queued=times.duration(done.timings.queue_s),
+            prefill=times.duration(done.timings.prefill_s),
+            decode=times.duration(done.timings.decode_s),
         ),
         usage=chat_pb2.Usage(
             prompt_tokens=done.prompt_tokens, completion_tokens=count, cached_tokens=done.cached_tokens
@@ -336,13 +336,6 @@ def pause_mode(mode: int, default: PauseMode | None = None) -> PauseMode:
     if found is None:
         raise invalid("mode", "must be PAUSE_MODE_ABORT, PAUSE_MODE_WAIT or PAUSE_MODE_KEEP")
     return found
-
-
-def duration(seconds: float) -> Duration:
-    """Seconds, not negative."""
-    message = Duration()
-    message.FromNanoseconds(round(max(0.0, seconds) * 1e9))
-    return message
 
 
 def invalid(field: str, text: str) -> InvalidArgument:

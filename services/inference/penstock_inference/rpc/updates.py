@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock_chassis import times
 from penstock_inference.adapters import AdapterBegin, AdapterFrame
 from penstock_inference.engines.base import PauseMode, UpdateFormat
 from penstock_inference.engines.optional import AdapterInfo
@@ -95,7 +96,7 @@ def transfer_response(result: UpdateResult) -> pb.FinishTransferResponse:
 
 def _phases(result: UpdateResult) -> pb.UpdatePhases:
     return pb.UpdatePhases(
-        transfer=convert.duration(result.transfer_s),
-        pause=convert.duration(result.pause_s),
-        load=convert.duration(result.load_s),
+        transfer=times.duration(result.transfer_s),
+        pause=times.duration(result.pause_s),
+        load=times.duration(result.load_s),
     )

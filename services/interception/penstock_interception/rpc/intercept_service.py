@@ -11,6 +11,7 @@ from google.protobuf.message import Message as ProtoMessage
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
+from penstock_chassis import times
 from penstock_chassis.errors import FailedPrecondition
 from penstock_interception.calls import Call
 from penstock_interception.rpc import convert, results, tools, trajectory
@@ -88,10 +89,10 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         count = request.max_calls or 1
         if not 1 <= count <= MAX_LEASED_AT_ONCE:
             raise convert.invalid("max_calls", f"1 to {MAX_LEASED_AT_ONCE}")
-        lease_s = convert.seconds(request.lease) if request.HasField("lease") else DEFAULT_LEASE_S
+        lease_s = times.seconds(request.lease) if request.HasField("lease") else DEFAULT_LEASE_S
         if not 0 < lease_s <= MAX_LEASE_S:
             raise convert.invalid("lease", "positive, at most 1 h")
-        wait_s = convert.seconds(request.wait) if request.HasField("wait") else DEFAULT_WAIT_S
+        wait_s = times.seconds(request.wait) if request.HasField("wait") else DEFAULT_WAIT_S
         remaining = context.time_remaining()
         if remaining is not None:
             wait_s = min(wait_s, 0.8 * remaining)
@@ -157,8 +158,8 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
             welcome=pb.Welcome(
                 session_id=session.id,
                 credits=pb.Credits(calls=session.credit.calls, bytes=session.credit.bytes),
-                heartbeat_interval=convert.duration(self._heartbeat_s),
-                resume_window=convert.duration(self._gate.limits.dispatch.resume_window_s),
+                heartbeat_interval=times.duration(self._heartbeat_s),
+                resume_window=times.duration(self._gate.limits.dispatch.resume_window_s),
                 queued_calls=self._gate.dispatcher.queued_for(session),
                 resumed=session.resumed,
                 held_call_ids=resumed_calls,

@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock_chassis import times
 from penstock_chassis.errors import Aborted, AlreadyExists, DeadlineExceeded
 from penstock_interception.ports import Accepted, Rejection
-from penstock_interception.rpc import convert, results, tools
+from penstock_interception.rpc import results, tools
 from penstock_interception.rpc.frames import CallWriter, frames_of
 from penstock_interception.rpc.sessions import credits_from
 from penstock_interception.sessions import Session
@@ -97,7 +98,7 @@ class InterceptStream:
                 return
             if self._stopping.is_set() and not self._told_go_away:
                 self._told_go_away = True
-                yield pb.InterceptResponse(go_away=pb.GoAway(reason="DRAINING", retry_after=convert.duration(2.0)))
+                yield pb.InterceptResponse(go_away=pb.GoAway(reason="DRAINING", retry_after=times.duration(2.0)))
             try:
                 async with asyncio.timeout(self._heartbeat_s):
                     await session.wait()
@@ -130,7 +131,7 @@ class InterceptStream:
                 dispatcher.set_credit(session, credits_from(request.credits, least=0, bytes_now=session.credit.bytes))
             case "pause":
                 limit = request.pause.max_duration
-                span = convert.seconds(limit) if request.pause.HasField("max_duration") else DEFAULT_PAUSE_S
+                span = times.seconds(limit) if request.pause.HasField("max_duration") else DEFAULT_PAUSE_S
                 session.tell_paused(dispatcher.pause(session, span))
             case "resume":
                 if not dispatcher.resume(session):
