@@ -11,13 +11,14 @@ import resource
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.support.browser import chromium, looking
 from tests.support.many_rows import Driver, many
 
 from benchmarks.report import Row, Section, percentile
 from penstock_driver.rollouts import Phase, PhaseChanged
+from penstock_driver.rpc.row_stream import DEFAULT_INTERVAL_S
 
 ROLLOUTS: Final = 1000
 PAINTS: Final = 7
@@ -26,16 +27,25 @@ CHANGES_A_SECOND: Final = 200
 COST_S: Final = 8.0
 
 _PAINTED: Final = """rows => new Promise(resolve => {
-    const look = () => document.querySelectorAll('.rollouts .line').length > 10
-        && document.querySelector('.rollouts').getAttribute('aria-rowcount') === String(rows + 1)
-        ? resolve(performance.now()) : requestAnimationFrame(look);
-    look();
+    const isThere = () => document.querySelectorAll('.rollouts .line').length > 10
+        && document.querySelector('.rollouts').getAttribute('aria-rowcount') === String(rows + 1);
+    const painted = () => requestAnimationFrame(() => resolve(performance.now()));
+    const observer = new MutationObserver(() => { if (isThere()) { observer.disconnect(); painted(); } });
+    observer.observe(document, {subtree: true, childList: true, attributes: true});
+    if (isThere()) { observer.disconnect(); painted(); }
 })"""
-_SEEN: Final = """text => new Promise(resolve => {
-    const look = () => document.querySelector('.rollouts .rows')?.textContent.includes(text)
-        ? resolve(Date.now()) : requestAnimationFrame(look);
-    look();
-})"""
+_LOOK: Final = """text => {
+    window.seen = new Promise(resolve => {
+        const observer = new MutationObserver(() => {
+            if (document.querySelector('.rollouts .rows')?.textContent.includes(text)) {
+                observer.disconnect();
+                resolve(Date.now());
+            }
+        });
+        observer.observe(document, {subtree: true, childList: true, characterData: true});
+    });
+}"""
+_SEEN: Final = "() => window.seen"
 
 
 async def measure(place: Path) -> list[Section]:
@@ -60,14 +70,15 @@ async def measure(place: Path) -> list[Section]:
     return [Section(f"dashboard, {ROLLOUTS:,} rollouts that run", rows)]
 
 
-async def _update(driver: Driver, evaluate: Callable[..., Awaitable[float]], index: int) -> float:
+async def _update(driver: Driver, evaluate: Callable[..., Awaitable[Any]], index: int) -> float:
     """Milliseconds from a rollout's end being put in order to its being in the document."""
     reward = round(0.1 + index / 1000, 3)
-    seen = asyncio.ensure_future(evaluate(_SEEN, f"{reward}"))
-    await asyncio.sleep(0.3)  # so that it looks before it happens, and the stream's interval is over
+    await evaluate(_LOOK, f"{reward}")
+    await asyncio.sleep(DEFAULT_INTERVAL_S)  # since the last change's message: this one need not wait for its turn
     began = time.time() * 1000
     await driver.end(f"row-{ROLLOUTS - 1 - index:04d}", reward)
-    return await seen - began
+    seen: float = await evaluate(_SEEN)
+    return seen - began
 
 
 async def _cost(driver: Driver, first: int) -> float:

@@ -18,6 +18,11 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)")
 _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
 
 
+def pages() -> list[Path]:
+    """The repository's pages: what was installed, built or cloned below it is none of them."""
+    return [page for page in sorted(ROOT.rglob("*.md")) if not SKIPPED.intersection(page.relative_to(ROOT).parts[:-1])]
+
+
 def links(page: Path) -> Iterator[tuple[str, Path, str]]:
     """The links of a page: as written, the file, the anchor. Addresses on the web are not followed."""
     text = _CODE.sub("", _FENCE.sub("", page.read_text(encoding="utf-8")))
@@ -45,23 +50,23 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in _HEADING.findall(text)}
 
 
-def lost(pages: list[Path]) -> Iterator[Path]:
+def lost(ours: list[Path]) -> Iterator[Path]:
     """The pages of docs/ to which no other page links; a link to a page's directory leads to it too."""
-    found = {target for page in pages for _, target, _ in links(page) if target != page}
-    for page in pages:
+    found = {target for page in ours for _, target, _ in links(page) if target != page}
+    for page in ours:
         if page.is_relative_to(ROOT / "docs") and not found.intersection((page, page.parent)):
             yield page
 
 
 def main() -> None:
     """Checks all pages; see the module's text."""
-    pages = [page for page in sorted(ROOT.rglob("*.md")) if not SKIPPED.intersection(page.relative_to(ROOT).parts[:-1])]
-    found = [f"{page.relative_to(ROOT)}: {link}" for page in pages for link in broken(page)]
+    ours = pages()
+    found = [f"{page.relative_to(ROOT)}: {link}" for page in ours for link in broken(page)]
     if found:
         sys.exit("links that lead nowhere:\n  " + "\n  ".join(found))
-    if unseen := [str(page.relative_to(ROOT)) for page in lost(pages)]:
+    if unseen := [str(page.relative_to(ROOT)) for page in lost(ours)]:
         sys.exit("pages that no other page links:\n  " + "\n  ".join(unseen))
-    print(f"{len(pages)} pages, every link leads somewhere and somewhere a link to every page")
+    print(f"{len(ours)} pages, every link leads somewhere and somewhere a link to every page")
 
 
 if __name__ == "__main__":

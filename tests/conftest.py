@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from hypothesis import settings
-from tests.support import dockerd, sharing
+from tests import sharing
+from tests.support import dockerd
 from tests.support.stack import Running, running
 
 # How long an example takes is the machine's business.

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.composed import Composed, composed
+from tests.e2e.composed import Composed, composed
 from tests.support.policy import bash
 from tests.support.wheels import ROOT, SERVICES
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest_asyncio
 from playwright.async_api import Browser, expect
-from tests.support import rollout_cases as cases
+from tests.e2e import rollout_cases as cases
 from tests.support.browser import chromium, dashboard, looking
 from tests.support.copying import copy_task, finish
 from tests.support.policy import bash, sampled

@@ -7,8 +7,6 @@ call everything; a method that the table does not name is for operators only, so
 
 import hmac
 from collections.abc import Iterable, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 from typing import Final
@@ -28,31 +26,6 @@ class Role(StrEnum):
     OPERATOR = "operator"
     TRAINER = "trainer"
     OBSERVER = "observer"
-
-
-@dataclass(frozen=True, slots=True)
-class Principal:
-    """The caller of the RPC in progress."""
-
-    role: Role
-    anonymous: bool = False
-    """True when no token was asked for (`anonymous` in the settings)."""
-
-
-_principal: ContextVar[Principal | None] = ContextVar("penstock_principal", default=None)
-
-
-def current_principal() -> Principal:
-    """The caller of the RPC that this task serves. Raises LookupError outside of one."""
-    principal = _principal.get()
-    if principal is None:
-        raise LookupError("no RPC is in progress in this task")
-    return principal
-
-
-def set_principal(principal: Principal) -> None:
-    """Names the caller for the rest of this task: for the interceptor."""
-    _principal.set(principal)
 
 
 _OPERATOR_ONLY: Final = frozenset({Role.OPERATOR})
@@ -85,7 +58,7 @@ class RoleTable:
 
 
 class Authenticator:
-    """Turns the metadata of a call into a principal, or refuses it.
+    """Turns the metadata of a call into its caller's role, or refuses it.
 
     Tokens are kept as SHA-256 digests; every comparison takes the same time and all of them are made (no early end).
 
@@ -104,8 +77,8 @@ class Authenticator:
         self._digests = [(role, sha256(token.encode()).digest()) for role, token in tokens.items()]
         self._anonymous = anonymous
 
-    def authenticate(self, metadata: Iterable[tuple[str, str | bytes]]) -> Principal:
-        """The caller that the metadata proves.
+    def authenticate(self, metadata: Iterable[tuple[str, str | bytes]]) -> Role:
+        """The role that the metadata proves.
 
         Raises:
             Unauthenticated: `CREDENTIAL_MISSING` without a token, `CREDENTIAL_INVALID` with one that is malformed,
@@ -114,7 +87,7 @@ class Authenticator:
         values = [value for key, value in metadata if key == HEADER]
         if not values:
             if self._anonymous:
-                return Principal(Role.OPERATOR, anonymous=True)
+                return Role.OPERATOR
             raise Unauthenticated(
                 "A token is needed: send the metadata `authorization: Bearer <token>`.", reason="CREDENTIAL_MISSING"
             )
@@ -126,10 +99,10 @@ class Authenticator:
                 found = role
         if found is None or len(values) > 1 or scheme.lower() != "bearer":
             raise Unauthenticated("The token is not valid here.", reason="CREDENTIAL_INVALID")
-        return Principal(found)
+        return found
 
 
-def authorize(principal: Principal, method: str, table: RoleTable) -> None:
+def authorize(role: Role, method: str, table: RoleTable) -> None:
     """Refuses a caller whose role may not call `method`. Raises PermissionDenied `ROLE_NOT_ALLOWED`."""
-    if principal.role not in table.allowed(method):
-        raise PermissionDenied(f"The role {principal.role} may not call this method.", reason="ROLE_NOT_ALLOWED")
+    if role not in table.allowed(method):
+        raise PermissionDenied(f"The role {role} may not call this method.", reason="ROLE_NOT_ALLOWED")

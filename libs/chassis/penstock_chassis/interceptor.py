@@ -26,7 +26,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from penstock_chassis import rpc_status, tracing
-from penstock_chassis.auth import HEALTH_CHECK, Authenticator, RoleTable, authorize, set_principal
+from penstock_chassis.auth import HEALTH_CHECK, Authenticator, RoleTable, authorize
 from penstock_chassis.errors import InvalidArgument
 from penstock_chassis.metrics import histogram
 
@@ -139,10 +139,9 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         structlog.contextvars.bind_contextvars(request_id=request_id)
         if method in _OPEN:
             return ""
-        principal = self._authenticator.authenticate(metadata)
-        structlog.contextvars.bind_contextvars(role=str(principal.role))
-        authorize(principal, method, self._roles)
-        set_principal(principal)
+        role = self._authenticator.authenticate(metadata)
+        structlog.contextvars.bind_contextvars(role=str(role))
+        authorize(role, method, self._roles)
         return tracing.taken_up(metadata)
 
 

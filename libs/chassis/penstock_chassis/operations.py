@@ -15,11 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from google.protobuf.duration_pb2 import Duration
-
 from penstock.ops.v1 import operations_service_pb2 as pb
 from penstock.ops.v1 import operations_service_pb2_grpc as rpc
-from penstock_chassis import metrics
+from penstock_chassis import metrics, times
 from penstock_chassis.auth import Role
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_chassis.loop_lag import LoopLag
@@ -112,13 +110,13 @@ class Operations(rpc.OperationsServiceServicer):
         answer = pb.GetStatusResponse(
             service=self._name,
             version=_version(self._name),
-            loop_lag=_duration(0.0 if self._lag is None else self._lag.longest),
+            server_time=times.timestamp(self._clock()),
+            start_time=times.timestamp(self._started),
+            loop_lag=times.duration(0.0 if self._lag is None else self._lag.longest),
             resident_bytes=_resident(),
             open_files=_open_files(),
             max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         )
-        answer.server_time.FromNanoseconds(int(self._clock() * 1e9))
-        answer.start_time.FromNanoseconds(int(self._started * 1e9))
         for name, path in self._disks.items():
             if path.exists():
                 usage = shutil.disk_usage(path)
@@ -170,12 +168,6 @@ def _version(name: str) -> str:
         return metadata.version(f"penstock-{name}")
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration
 
 
 def _resident() -> int:

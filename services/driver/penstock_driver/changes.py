@@ -88,7 +88,7 @@ class _Layer:
             return
         made = tarfile.TarInfo(path[1:])
         made.type = member.type
-        made.linkname = _relative(path, member.linkname) if member.issym() else member.linkname
+        made.linkname = _relative(path, member.linkname) if member.issym() else member.linkname.strip("/")
         # A directory that its owner may not enter would lock out the verifier, which is the same user.
         made.mode = member.mode & 0o777 | (0o700 if member.isdir() else 0)
         made.mtime = int(member.mtime)

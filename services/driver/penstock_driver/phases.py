@@ -50,7 +50,7 @@ from penstock_driver.rollouts import (
     with_failure,
 )
 from penstock_driver.shaping import Shaper
-from penstock_driver.workdiff import Work
+from penstock_driver.workdir import Work
 
 NAMELESS_MODEL: Final = "model"
 """What the agent calls the model when its source gives no name, as a bare tokenizer does."""

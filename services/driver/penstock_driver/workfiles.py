@@ -9,6 +9,8 @@ import tarfile
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
+from penstock_driver.worktree import MAX_ENTRIES, entries, opened
+
 PREFIX: Final = "files/"
 """Of the artifacts' names; the path in the working directory follows."""
 MAX_FILES: Final = 32
@@ -17,8 +19,6 @@ MAX_BYTES: Final = 512 << 10
 """Of all of them together."""
 MAX_DEPTH: Final = 2
 """Parts of a path."""
-MAX_ENTRIES: Final = 20_000
-"""Of the directory that are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,10 @@ class Found:
 
 def small_files(tree: BinaryIO) -> Found:
     """The first small files of a tar, by path. Blocks: to be run in a thread. TarError for what is no tar."""
-    tree.seek(0)
-    with tarfile.open(fileobj=tree, mode="r:") as archive:
+    with opened(tree) as archive:
         candidates: dict[str, tarfile.TarInfo] = {}
         more = 0
-        for count, member in enumerate(archive):
-            path = member.name.removeprefix("./")
+        for count, (path, member) in enumerate(entries(archive)):
             parts = path.split("/")
             if not member.isreg() or any(part.startswith(".") or not part for part in parts):
                 continue

@@ -20,7 +20,7 @@ from penstock_inference.engines.optional import Chats, Sleeper, missing_capabili
 from penstock_inference.gaps import GapReports
 from penstock_inference.model_files import TokenizerDirectory
 from penstock_inference.oversight import Oversight
-from penstock_inference.rpc import convert, messages
+from penstock_inference.rpc import convert, messages, updates
 from penstock_inference.text import template_options
 from penstock_inference.transfers import Transfers
 from penstock_inference.weights import WeightUpdates
@@ -141,7 +141,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self, request_iterator: AsyncIterator[pb.UpdateWeightsRequest], context: Context
     ) -> pb.UpdateWeightsResponse:
         try:
-            return convert.update_response(await self._updates.receive(convert.update_frames(request_iterator)))
+            return updates.update_response(await self._updates.receive(updates.update_frames(request_iterator)))
         finally:
             self.oversight.look()
 
@@ -193,7 +193,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self, request: pb.FinishTransferRequest, context: Context
     ) -> pb.FinishTransferResponse:
         try:
-            return convert.transfer_response(await self._transfers.finish(request.transfer_id, request.commit))
+            return updates.transfer_response(await self._transfers.finish(request.transfer_id, request.commit))
         finally:
             self.oversight.look()
 
@@ -201,10 +201,10 @@ class InferenceServicer(rpc.InferenceServiceServicer):
         self, request_iterator: AsyncIterator[pb.LoadAdapterRequest], context: Context
     ) -> pb.LoadAdapterResponse:
         try:
-            loaded = await self._adapters.load(convert.adapter_frames(request_iterator))
+            loaded = await self._adapters.load(updates.adapter_frames(request_iterator))
         finally:
             self.oversight.look()
-        return pb.LoadAdapterResponse(adapter=convert.adapter(loaded))
+        return pb.LoadAdapterResponse(adapter=updates.adapter(loaded))
 
     async def UnloadAdapter(  # noqa: N802
         self, request: pb.UnloadAdapterRequest, context: Context
@@ -215,7 +215,7 @@ class InferenceServicer(rpc.InferenceServiceServicer):
     async def ListAdapters(  # noqa: N802
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
-        return convert.adapters_page(self._adapters.engine().adapters(), request.page_size, request.page_token)
+        return updates.adapters_page(self._adapters.engine().adapters(), request.page_size, request.page_token)
 
     async def Render(self, request: pb.RenderRequest, context: Context) -> pb.RenderResponse:  # noqa: N802
         add = request.add_generation_prompt if request.HasField("add_generation_prompt") else True

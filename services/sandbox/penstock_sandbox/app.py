@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -28,9 +28,6 @@ from penstock_sandbox.sandboxes import Sandboxes
 from penstock_sandbox.settings import SandboxSettings
 from penstock_sandbox.snapshots import Snapshots
 from penstock_sandbox.toolboxes import Toolboxes
-
-BackendFactory = Callable[[SandboxSettings], Backend]
-"""What the entry point group ``penstock.sandbox.backends`` holds."""
 
 
 @dataclass(frozen=True, slots=True)

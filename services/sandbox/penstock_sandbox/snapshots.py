@@ -29,9 +29,9 @@ from penstock_sandbox.backends.base import Backend
 from penstock_sandbox.bases import unknown
 from penstock_sandbox.deletion import Deletion, Pause
 from penstock_sandbox.model import SNAPSHOT_LABEL, ExitReason, RunResult, SandboxSpec, Snapshot, SnapshotSpec
-from penstock_sandbox.progress import SharedWork
 from penstock_sandbox.records import SnapshotRecord, SnapshotRecords
 from penstock_sandbox.sandboxes import Sandboxes
+from penstock_sandbox.shared_work import SharedWork
 from penstock_sandbox.snapshot_key import key_of
 
 _OUTPUT_LIMIT = 64 * 1024

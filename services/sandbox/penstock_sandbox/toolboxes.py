@@ -31,7 +31,7 @@ from penstock_sandbox.backends.base import MountedToolbox
 from penstock_sandbox.backends.local import layers, python_packages, rootfs, runtimes
 from penstock_sandbox.backends.local.installer import Installer
 from penstock_sandbox.model import Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
-from penstock_sandbox.progress import SharedWork
+from penstock_sandbox.shared_work import SharedWork
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _PACKAGE = re.compile(r"(@[a-z0-9][a-z0-9._-]*/)?[a-z0-9][a-z0-9._-]*@[0-9][A-Za-z0-9.+-]*")

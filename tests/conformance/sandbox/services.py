@@ -55,7 +55,7 @@ class Variant:
     """What must run beside the service while it does, such as a stand-in; yields further environment variables."""
 
 
-_ATTENDED = {"attended": "tests.support.attended_backend:AttendedBackend"}
+_ATTENDED = {"attended": "tests.conformance.sandbox.attended_backend:AttendedBackend"}
 
 
 @asynccontextmanager
@@ -77,7 +77,7 @@ SERVICES: Mapping[str, Variant] = {
     "attended": Variant({"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"}, plugins=_ATTENDED),
     "attended-armoured": Variant(
         {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended-armoured"},
-        plugins={"attended-armoured": "tests.support.attended_backend:ArmouredBackend"},
+        plugins={"attended-armoured": "tests.conformance.sandbox.attended_backend:ArmouredBackend"},
     ),
     "attended-ordinary-user": Variant(
         {"PENSTOCK_SANDBOX_DEFAULT_BACKEND": "attended"}, ordinary_user=True, plugins=_ATTENDED

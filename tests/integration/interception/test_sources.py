@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 from aiohttp import web
-from tests.support import formed_engine
+from tests.integration.interception import formed_engine
 
 from penstock.chat.v1 import chat_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb

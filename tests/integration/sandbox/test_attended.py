@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tests.support.attendants import Attended, Cuts, Heard, TwoWays, beside
+from tests.integration.sandbox.attendants import Attended, Cuts, Heard, TwoWays, beside
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PermissionDenied

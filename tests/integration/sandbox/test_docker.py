@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.sandbox.registry import registry
 from tests.support import dockerd
 from tests.support.docker_backend import REACHES, backend, create, diff, run
-from tests.support.registry import registry
 
 from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError
 from penstock_sandbox.attendant.system import ASIDE

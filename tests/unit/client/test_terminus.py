@@ -18,8 +18,8 @@ from penstock.client import (
     build_terminal_tool_call,
     terminus_reward,
 )
-from penstock.client.terminus import as_task
 from penstock.client.terminus_calls import MAX_TEXT_CHARS, CallSource
+from penstock.client.terminus_tasks import as_task
 
 COMMANDS = st.text(min_size=1).filter(lambda text: bool(text.strip()) and "\0" not in text)
 WRAPPERS = st.sampled_from(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from docs import check
 from tests.unit.docs.pages import ROOT
 
 from penstock.cli.main import app
@@ -26,8 +27,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "interception": InterceptionSettings,
     "sandbox": SandboxSettings,
 }
-SKIPPED = {".venv", ".venv-vllm", ".venv-openenv", ".venv-docs", "build", "node_modules", ".toolchain", "runs"}
-PAGES = [path for path in sorted(ROOT.rglob("*.md")) if not SKIPPED.intersection(path.relative_to(ROOT).parts)]
+PAGES = check.pages()
 
 _CODE = re.compile(r"^```.*?\n(.*?)^```|^(?: {4}.*\n?)+|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
 _MAKE = re.compile(r"(?:^|\s)make ([a-z][a-z-]*)")

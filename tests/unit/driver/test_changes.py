@@ -8,7 +8,7 @@ import tarfile
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock_driver import changes
@@ -58,6 +58,7 @@ targets = st.one_of(names, names.map(lambda name: f"/{name}"), st.just("/etc/pas
 items = st.builds(Item, names, st.sampled_from(KINDS), targets, st.binary(max_size=20), st.integers(0, 0o7777))
 
 
+@example([Item("work/a"), Item("work/b", tarfile.LNKTYPE, "/work/a"), Item("work/c", tarfile.LNKTYPE, "work/a/")], [])
 @given(st.lists(items, max_size=12), st.lists(names.map(lambda name: f"/{name}"), max_size=4))
 def test_whatever_a_diff_holds_what_comes_out_stays_below_its_directories(
     given_items: list[Item], deleted: list[str]

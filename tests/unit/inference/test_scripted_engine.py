@@ -21,7 +21,8 @@ from penstock_inference.engines.base import (
     Sampling,
     UpdateFormat,
 )
-from penstock_inference.engines.scripted import Script, ScriptedEngine
+from penstock_inference.engines.script import Script
+from penstock_inference.engines.scripted import ScriptedEngine
 
 FILES = tiny.build(["say hello to the world"])
 CODEC = Codec.load(FILES)

@@ -11,7 +11,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from penstock_codec.chat import ImagePart, ReasoningPart, Role, TextPart, ToolChoiceMode
-from penstock_interception.ingress import chat_body
+from penstock_interception.ingress import chat_body, chat_fields
 from penstock_interception.ingress.chat import ChatCompletions
 from penstock_interception.ingress.dialect import Ask, BadRequest, Route
 from penstock_interception.requests import ChatRequest
@@ -83,7 +83,7 @@ def test_a_message_is_read_alike_by_the_short_way_and_the_long(said: dict[str, A
         reject()
     quick = chat_body._plain(item)
     if quick is not None:
-        (message,) = chat_body.ChatBody.model_validate({"messages": [item]}).messages
+        (message,) = chat_fields.ChatBody.model_validate({"messages": [item]}).messages
         assert quick == chat_body._message(message)
 
 

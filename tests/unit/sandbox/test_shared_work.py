@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock_sandbox.progress import SharedWork
+from penstock_sandbox.shared_work import SharedWork
 
 
 async def test_a_late_caller_gets_every_event_and_the_result() -> None:

@@ -11,16 +11,14 @@ from google.protobuf.struct_pb2 import Value
 
 from penstock.driver.v1 import agent_pb2, agent_service_pb2
 from penstock.sandbox.v1 import toolbox_service_pb2
+from penstock_chassis import times
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_driver.events import EventKind
 from penstock_driver.registry import Agent
 from penstock_driver.rpc.values import (
     DIALECTS,
     RUNTIMES,
-    duration_to_seconds,
-    seconds_to_duration,
     struct_to_dict,
-    timestamp,
     toolbox_to_proto,
 )
 from penstock_driver.specs import AgentSpec, Delivery, EventSource, OptionType, parse_spec, whole_numbers
@@ -58,7 +56,7 @@ def agent_to_proto(agent: Agent) -> agent_service_pb2.Agent:
     """A registered agent."""
     wire = agent_service_pb2.Agent(spec=spec_to_proto(agent.spec), spec_sha256=agent.sha256, built_in=agent.built_in)
     if agent.register_time:
-        wire.register_time.CopyFrom(timestamp(agent.register_time))
+        wire.register_time.CopyFrom(times.timestamp(agent.register_time))
     return wire
 
 
@@ -123,7 +121,7 @@ def spec_from_proto(wire: agent_pb2.AgentSpec) -> AgentSpec:
     if wire.HasField("trial"):
         data["trial"] = {"work": wire.trial.work, "end": wire.trial.end, "end_command": wire.trial.end_command}
     if wire.HasField("default_timeout"):
-        data["default_timeout_s"] = duration_to_seconds(wire.default_timeout)
+        data["default_timeout_s"] = times.seconds(wire.default_timeout)
     return parse_spec(data)
 
 
@@ -181,7 +179,7 @@ def spec_to_proto(spec: AgentSpec) -> agent_pb2.AgentSpec:
         auxiliary_calls=agent_pb2.AuxiliaryCalls(**spec.auxiliary_calls.model_dump()),
         check_argv=spec.check_argv,
         success_exit_codes=spec.success_exit_codes,
-        default_timeout=seconds_to_duration(spec.default_timeout_s),
+        default_timeout=times.duration(spec.default_timeout_s),
         trial=agent_pb2.AgentTrial(**spec.trial.model_dump()) if spec.trial else None,
     )
 

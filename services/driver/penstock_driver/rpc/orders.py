@@ -1,7 +1,6 @@
-"""A client's RolloutSpec, checked, as an order for the domain; and the same spec as it is shown and kept.
+"""A client's RolloutSpec, checked, as an order for the domain.
 
-Everything that can be wrong is found here, before anything is started, and told by field and reason. What is kept and
-shown has the defaults filled in, and no upstream key, no value of a secret environment and no content of a file.
+Everything that can be wrong is found here, before anything is started, and told by field and reason.
 """
 
 from __future__ import annotations
@@ -15,18 +14,19 @@ from typing import Final
 from google.protobuf.duration_pb2 import Duration
 
 from penstock.driver.v1 import rollout_pb2, terminal_service_pb2
-from penstock.interception.v1 import interception_pb2, rollout_gate_service_pb2
+from penstock.interception.v1 import interception_pb2
 from penstock.sandbox.v1 import process_service_pb2, sandbox_service_pb2
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis import times
+from penstock_chassis.errors import Violation
 from penstock_driver import restoring, rewards
 from penstock_driver.launches import AgentChoice, FileToWrite, McpServer, check_choice
 from penstock_driver.ports import Command, SandboxTerms
 from penstock_driver.registry import AgentRegistry
 from penstock_driver.rollouts import Limits, RolloutOrder, Task, Verifier
+from penstock_driver.rpc.findings import Findings
+from penstock_driver.rpc.gate_terms import check_gate_terms, gate_terms
 from penstock_driver.rpc.values import (
     command_from_proto,
-    duration_to_seconds,
-    seconds_to_duration,
     seed_from_proto,
     struct_to_dict,
 )
@@ -40,61 +40,31 @@ MAX_COMMANDS: Final = 1000
 MAX_ATTEMPTS: Final = 10
 MAX_PATHS: Final = 256
 MAX_LIMIT_S: Final = 7 * 86400.0
-_TOKEN_SCOPES: Final = frozenset(interception_pb2.TokenScope.values()) - {interception_pb2.TOKEN_SCOPE_UNSPECIFIED}
-_MAX_TTL_S: Final = 366 * 86_400
-_MAX_PERIOD_S: Final = 86_400
 _LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9._/-]{0,128}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _RESERVED_LABEL: Final = "penstock_"
 
 
-class _Findings:
-    """The violations of one request, as they are found."""
-
-    def __init__(self) -> None:
-        self.violations: list[Violation] = []
-
-    def add(self, field: str, description: str) -> None:
-        self.violations.append(Violation(field, description))
-
-    @property
-    def summary(self) -> str:
-        return "; ".join(f"{item.field}: {item.description}" for item in self.violations[:5])
-
-    def raise_if_any(self) -> None:
-        if self.violations:
-            raise InvalidArgument(self.summary, reason="ROLLOUT_INVALID", violations=self.violations)
-
-    def raise_for_terminal(self) -> None:
-        if self.violations:
-            raise InvalidArgument(self.summary, reason="TERMINAL_INVALID", violations=self.violations)
-
-    def raise_for_step(self) -> None:
-        if self.violations:
-            raise InvalidArgument(self.summary, reason="STEP_INVALID", violations=self.violations)
-
-
 def order_from_proto(spec: rollout_pb2.RolloutSpec, registry: AgentRegistry) -> RolloutOrder:
     """The order; InvalidArgument with every wrong field, NotFound (AGENT_UNKNOWN)."""
-    found = _Findings()
+    found = Findings()
     if not spec.HasField("task"):
         found.add("spec.task", "is required")
     if not spec.agent.name:
         found.add("spec.agent.name", "is required")
     if spec.mode not in interception_pb2.Mode.values()[1:]:
         found.add("spec.mode", "is required: MODE_BLACK_BOX, MODE_TRANSPARENT_PROXY or MODE_INTERCEPTION_GATE")
-    found.raise_if_any()
+    found.refuse_rollout()
     agent = registry.get(spec.agent.name, spec.agent.spec_sha256)
     task = _task(spec.task, found)
     limits = _limits(spec.limits, agent.spec.default_timeout_s, found)
     _check_labels(spec, found)
-    _check_source(spec, found)
-    _check_gate_terms(spec, found)
+    check_gate_terms(spec, found)
     sandbox = _sandbox_terms(spec.sandbox, found)
     if spec.HasField("max_attempts") and not 1 <= spec.max_attempts <= MAX_ATTEMPTS:
         found.add("spec.max_attempts", f"expected 1 to {MAX_ATTEMPTS}")
-    found.raise_if_any()
+    found.refuse_rollout()
     choice = AgentChoice(
         options=struct_to_dict(spec.agent.options),
         skip_permissions=spec.agent.skip_permissions,
@@ -108,7 +78,7 @@ def order_from_proto(spec: rollout_pb2.RolloutSpec, registry: AgentRegistry) -> 
         task=task,
         limits=limits,
         sandbox=sandbox,
-        gate_terms=_gate_terms(spec).SerializeToString(),
+        gate_terms=gate_terms(spec).SerializeToString(),
         run_id=spec.run_id if spec.HasField("run_id") else None,
         labels=dict(spec.labels),
         max_attempts=spec.max_attempts if spec.HasField("max_attempts") else 1,
@@ -117,10 +87,10 @@ def order_from_proto(spec: rollout_pb2.RolloutSpec, registry: AgentRegistry) -> 
 
 def terminal_from_proto(request: terminal_service_pb2.OpenTerminalRequest) -> TerminalOrder:
     """The order of a terminal episode; InvalidArgument (TERMINAL_INVALID) with every wrong field."""
-    found = _Findings()
+    found = Findings()
     if not request.HasField("task"):
         found.add("task", "is required")
-    found.raise_for_terminal()
+    found.refuse_terminal()
     wall_s = _seconds(request, "wall_time", 1800.0, "spec", found)
     limit, commands = DEFAULT_OUTPUT, MAX_STEPS
     if request.HasField("output_limit_bytes"):
@@ -152,56 +122,20 @@ def terminal_from_proto(request: terminal_service_pb2.OpenTerminalRequest) -> Te
     )
     # A terminal's fields have the names of a rollout's, one level up.
     found.violations = [Violation(item.field.removeprefix("spec."), item.description) for item in found.violations]
-    found.raise_for_terminal()
+    found.refuse_terminal()
     return order
 
 
 def command_of_step(wire: process_service_pb2.Command) -> Command:
     """What a step of a terminal episode runs; InvalidArgument (STEP_INVALID)."""
-    found = _Findings()
+    found = Findings()
     command = _commands([wire], "command", found)[0]
     if command.user:
         found.add("command.user", "commands of an episode run as its sandbox's user")
     if command.secret_env:
         found.add("command.secret_env", "what the shell of an episode is given stays in it: it can keep no secret")
-    found.raise_for_step()
+    found.refuse_step()
     return command
-
-
-def as_applied(spec: rollout_pb2.RolloutSpec, order: RolloutOrder) -> rollout_pb2.RolloutSpec:
-    """The spec to keep and to show."""
-    shown = rollout_pb2.RolloutSpec()
-    shown.CopyFrom(spec)
-    shown.agent.spec_sha256 = order.agent.sha256
-    for option in order.agent.spec.options:
-        if option.default is not None and option.name not in shown.agent.options:
-            shown.agent.options[option.name] = option.default
-    if shown.source.upstream.HasField("caller"):
-        shown.source.upstream.caller.api_key = ""
-    for server in shown.agent.mcp_servers:
-        for name in list(server.stdio.secret_env) if server.HasField("stdio") else ():
-            server.stdio.secret_env[name] = ""
-    without_contents(shown.task)
-    for name in ("prepare", "setup", "agent", "verify"):
-        getattr(shown.limits, name).CopyFrom(seconds_to_duration(getattr(order.limits, f"{name}_s")))
-    fill_verifier(shown.task, order.task)
-    return shown
-
-
-def without_contents(task: rollout_pb2.Task) -> None:
-    """Take the contents of files and the values of secrets out of a task that is kept and shown."""
-    for file in [*task.files, *task.verifier.files]:
-        file.content = b""
-    for command in [*task.setup, *task.verifier.commands]:
-        for name in list(command.secret_env):
-            command.secret_env[name] = ""
-
-
-def fill_verifier(shown: rollout_pb2.Task, task: Task) -> None:
-    """Fill in what the verifier leaves to the driver."""
-    if task.verifier:
-        shown.verifier.range_min, shown.verifier.range_max = task.verifier.range_min, task.verifier.range_max
-        shown.verifier.command_timeout.CopyFrom(seconds_to_duration(task.verifier.command_timeout_s))
 
 
 def preparation_key(
@@ -216,7 +150,7 @@ def preparation_key(
     return hashlib.sha256(relevant.SerializeToString(deterministic=True)).hexdigest()
 
 
-def _sandbox_terms(sandbox: rollout_pb2.SandboxChoice, found: _Findings) -> SandboxTerms:
+def _sandbox_terms(sandbox: rollout_pb2.SandboxChoice, found: Findings) -> SandboxTerms:
     resources = sandbox.resources
     for name in ("cpu", "memory_bytes", "pids", "disk_bytes"):
         value = getattr(resources, name) if resources.HasField(name) else None
@@ -237,26 +171,7 @@ def _sandbox_terms(sandbox: rollout_pb2.SandboxChoice, found: _Findings) -> Sand
     )
 
 
-def _gate_terms(spec: rollout_pb2.RolloutSpec) -> rollout_gate_service_pb2.OpenRolloutRequest:
-    request = rollout_gate_service_pb2.OpenRolloutRequest(mode=spec.mode)
-    if spec.HasField("source"):
-        request.source.CopyFrom(spec.source)
-    if spec.HasField("budgets"):
-        request.budgets.CopyFrom(spec.budgets)
-    if spec.HasField("run_budgets"):
-        request.run_budgets.CopyFrom(spec.run_budgets)
-    if spec.HasField("token_terms"):
-        request.token_terms.CopyFrom(spec.token_terms)
-    if spec.HasField("policy"):
-        request.policy.CopyFrom(spec.policy)
-    if spec.HasField("run_id"):
-        request.run_id = spec.run_id
-    if spec.HasField("sampling_override"):
-        request.sampling_override.CopyFrom(spec.sampling_override)
-    return request
-
-
-def _task(task: rollout_pb2.Task, found: _Findings) -> Task:
+def _task(task: rollout_pb2.Task, found: Findings) -> Task:
     size = len(task.instruction.encode())
     if not task.instruction.strip():
         found.add("spec.task.instruction", "is required")
@@ -277,7 +192,7 @@ def _task(task: rollout_pb2.Task, found: _Findings) -> Task:
     )
 
 
-def _verifier(verifier: rollout_pb2.Verifier, found: _Findings) -> Verifier:
+def _verifier(verifier: rollout_pb2.Verifier, found: Findings) -> Verifier:
     here = "spec.task.verifier"
     if not verifier.commands:
         found.add(f"{here}.commands", "at least one is required")
@@ -304,7 +219,7 @@ def _verifier(verifier: rollout_pb2.Verifier, found: _Findings) -> Verifier:
     )
 
 
-def _check_grading(verifier: rollout_pb2.Verifier, here: str, found: _Findings) -> None:
+def _check_grading(verifier: rollout_pb2.Verifier, here: str, found: Findings) -> None:
     for index, pattern in enumerate(verifier.restore):
         if why := restoring.problem(pattern):
             found.add(f"{here}.restore[{index}]", why)
@@ -327,7 +242,7 @@ def _check_grading(verifier: rollout_pb2.Verifier, here: str, found: _Findings) 
             found.add(f"{here}.component_ranges.{name[:80]}", "expected finite numbers, min below max")
 
 
-def _commands(commands: Iterable[process_service_pb2.Command], where: str, found: _Findings) -> tuple[Command, ...]:
+def _commands(commands: Iterable[process_service_pb2.Command], where: str, found: Findings) -> tuple[Command, ...]:
     result = []
     for index, wire in enumerate(commands):
         here = f"{where}[{index}]"
@@ -346,7 +261,7 @@ def _commands(commands: Iterable[process_service_pb2.Command], where: str, found
     return tuple(result)
 
 
-def _files(files: Iterable[sandbox_service_pb2.SeedFile], where: str, found: _Findings) -> tuple[FileToWrite, ...]:
+def _files(files: Iterable[sandbox_service_pb2.SeedFile], where: str, found: Findings) -> tuple[FileToWrite, ...]:
     result = []
     for index, wire in enumerate(files):
         here, file = f"{where}[{index}]", seed_from_proto(wire)
@@ -360,7 +275,7 @@ def _files(files: Iterable[sandbox_service_pb2.SeedFile], where: str, found: _Fi
     return tuple(result)
 
 
-def _limits(limits: rollout_pb2.Limits, agent_default_s: float, found: _Findings) -> Limits:
+def _limits(limits: rollout_pb2.Limits, agent_default_s: float, found: Findings) -> Limits:
     default, here = Limits(agent_s=agent_default_s), "spec.limits"
     return Limits(
         prepare_s=_seconds(limits, "prepare", default.prepare_s, here, found),
@@ -375,18 +290,18 @@ def _seconds(
     name: str,
     default: float,
     where: str,
-    found: _Findings,
+    found: Findings,
 ) -> float:
     if not message.HasField(name):  # type: ignore[arg-type]
         return default
     value: Duration = getattr(message, name)
-    seconds = duration_to_seconds(value)
+    seconds = times.seconds(value)
     if not 0 < seconds <= MAX_LIMIT_S:
         found.add(f"{where}.{name}", "expected more than 0 and at most 7 days")
     return seconds
 
 
-def _check_labels(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:
+def _check_labels(spec: rollout_pb2.RolloutSpec, found: Findings) -> None:
     for label, value in spec.labels.items():
         if not _LABEL.fullmatch(label) or not _LABEL_VALUE.fullmatch(value):
             found.add(
@@ -398,56 +313,7 @@ def _check_labels(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:
         found.add("spec.run_id", "expected 1 to 63 letters, digits and . _ / -")
 
 
-def _check_gate_terms(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:
-    """What the gate would refuse once the rollout has begun."""
-    _check_budgets(spec.budgets, "spec.budgets", found)
-    _check_budgets(spec.run_budgets, "spec.run_budgets", found)
-    if spec.HasField("run_budgets") and not spec.run_id:
-        found.add("spec.run_budgets", "needs run_id")
-    for index, scope in enumerate(spec.token_terms.scopes):
-        if scope not in _TOKEN_SCOPES:
-            found.add(f"spec.token_terms.scopes[{index}]", "unknown")
-    if spec.token_terms.HasField("ttl") and not 1 <= duration_to_seconds(spec.token_terms.ttl) <= _MAX_TTL_S:
-        found.add("spec.token_terms.ttl", "expected 1 second to 1 year")
-    for field, value in spec.policy.ListFields():
-        if value < 0:
-            found.add(f"spec.policy.{field.name}", "expected at least 0")
-
-
-def _check_budgets(
-    budgets: interception_pb2.Budgets | interception_pb2.RunBudgets, where: str, found: _Findings
-) -> None:
-    for field, value in budgets.ListFields():
-        if isinstance(value, Duration):
-            if duration_to_seconds(value) <= 0:
-                found.add(f"{where}.{field.name}", "expected more than 0")
-        elif isinstance(value, interception_pb2.CallRate):
-            if value.calls < 1:
-                found.add(f"{where}.call_rate.calls", "expected at least 1")
-            if value.HasField("period") and not 0 < duration_to_seconds(value.period) <= _MAX_PERIOD_S:
-                found.add(f"{where}.call_rate.period", "expected more than 0 and at most 1 day")
-            if value.HasField("burst") and value.burst < 1:
-                found.add(f"{where}.call_rate.burst", "expected at least 1")
-        elif value < 1:
-            found.add(f"{where}.{field.name}", "expected at least 1")
-
-
-def _check_source(spec: rollout_pb2.RolloutSpec, found: _Findings) -> None:
-    source, upstream = spec.source, spec.source.upstream
-    kind = source.WhichOneof("source")
-    if kind == "upstream" and upstream.WhichOneof("endpoint") is None:
-        found.add("spec.source.upstream.endpoint", "is required: the name of an endpoint, or the caller's own")
-    if upstream.HasField("caller"):
-        key = upstream.caller.api_key
-        if key and (not key.strip() or key != key.strip() or not key.isascii() or not key.isprintable()):
-            found.add("spec.source.upstream.caller.api_key", "expected printable ASCII without whitespace around it")
-    if spec.mode == interception_pb2.MODE_BLACK_BOX and kind != "upstream":
-        found.add("spec.source", "black box mode needs an upstream, which answers the agent")
-    if kind == "tokenizer" and spec.mode != interception_pb2.MODE_INTERCEPTION_GATE:
-        found.add("spec.source.tokenizer", "only in gate mode: nobody else would answer")
-
-
-def _check_variables(variables: Mapping[str, str], where: str, found: _Findings) -> None:
+def _check_variables(variables: Mapping[str, str], where: str, found: Findings) -> None:
     for name, value in variables.items():
         if not _VARIABLE.fullmatch(name):
             found.add(f"{where}.{name[:80]}", "is not the name of an environment variable")

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service_pb2_grpc
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis import times
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Unavailable, Violation
 from penstock_driver.fleet import Fleet
 from penstock_driver.preflight import Preflight
@@ -18,11 +19,11 @@ from penstock_driver.records import Filter, GroupRecord, Record, new_id, new_rec
 from penstock_driver.registry import AgentRegistry
 from penstock_driver.rollouts import RolloutOrder
 from penstock_driver.rows import Rows
-from penstock_driver.rpc.orders import as_applied, order_from_proto, preparation_key
+from penstock_driver.rpc.applied import as_applied
+from penstock_driver.rpc.orders import order_from_proto, preparation_key
 from penstock_driver.rpc.paging import page_size, page_token
 from penstock_driver.rpc.row_stream import watch_rows
 from penstock_driver.rpc.shown import fill_in, group_to_proto, rollout_to_proto
-from penstock_driver.rpc.values import duration_to_seconds
 
 HEARTBEAT_S: Final = 10.0
 WAIT_SHARE: Final = 0.8
@@ -172,7 +173,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                 size=request.size,
                 spares=request.spares,
                 quorum=request.quorum if request.HasField("quorum") else request.size,
-                grace_s=duration_to_seconds(stragglers.grace) if stragglers.HasField("grace") else None,
+                grace_s=times.seconds(stragglers.grace) if stragglers.HasField("grace") else None,
                 create_time=time.time(),
                 rollout_ids=ids,
             )
@@ -377,7 +378,7 @@ def _check_group(request: rollout_service_pb2.CreateGroupRequest) -> None:
         violations.append(Violation("spares", "expected 0 to size"))
     if request.HasField("quorum") and not 1 <= request.quorum <= request.size:
         violations.append(Violation("quorum", "expected 1 to size"))
-    if request.stragglers.HasField("grace") and duration_to_seconds(request.stragglers.grace) < 0:
+    if request.stragglers.HasField("grace") and times.seconds(request.stragglers.grace) < 0:
         violations.append(Violation("stragglers.grace", "must not be negative"))
     if violations:
         summary = "; ".join(f"{item.field}: {item.description}" for item in violations)

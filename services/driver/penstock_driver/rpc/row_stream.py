@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Final
 
 from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
+from penstock_chassis import times
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_driver.history import History
 from penstock_driver.records import Filter
 from penstock_driver.rows import RolloutRow, Rows
 from penstock_driver.rpc.shown import PHASES
-from penstock_driver.rpc.values import duration_to_seconds, timestamp
 
 PAGE: Final = 256
 """Rows of one message."""
@@ -86,7 +86,7 @@ async def _snapshot(rows: Rows, matching: Filter, ended_limit: int) -> AsyncIter
 def _terms(request: rollout_service_pb2.WatchRolloutsRequest) -> tuple[int, float]:
     """How many ended ones, and seconds between two messages; InvalidArgument names the field."""
     ended_limit = request.ended_limit if request.HasField("ended_limit") else DEFAULT_ENDED
-    interval_s = duration_to_seconds(request.interval) if request.HasField("interval") else DEFAULT_INTERVAL_S
+    interval_s = times.seconds(request.interval) if request.HasField("interval") else DEFAULT_INTERVAL_S
     violations = []
     if not 0 <= ended_limit <= MOST_ENDED:
         violations.append(Violation("ended_limit", f"expected 0 to {MOST_ENDED}"))
@@ -109,7 +109,7 @@ def row_to_proto(row: RolloutRow) -> rollout_pb2.RolloutSummary:
         agent=row.agent,
         labels=row.labels,
         phase=PHASES[row.phase],
-        create_time=timestamp(row.create_time),
+        create_time=times.timestamp(row.create_time),
         attempts=row.attempts,
         calls=rollout_pb2.CallSums(
             calls=row.calls,
@@ -120,7 +120,7 @@ def row_to_proto(row: RolloutRow) -> rollout_pb2.RolloutSummary:
         ),
     )
     if row.end_time is not None:
-        wire.end_time.CopyFrom(timestamp(row.end_time))
+        wire.end_time.CopyFrom(times.timestamp(row.end_time))
     if row.outcome is not None:
         outcome = rollout_pb2.Outcome.FromString(row.outcome)
         if outcome.HasField("failure"):

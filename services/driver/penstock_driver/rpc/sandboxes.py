@@ -23,6 +23,7 @@ from penstock.sandbox.v1 import (
     toolbox_service_pb2,
     toolbox_service_pb2_grpc,
 )
+from penstock_chassis import times
 from penstock_chassis.channel import error_from_rpc, typed_errors, upload
 from penstock_chassis.errors import (
     FailedPrecondition,
@@ -51,7 +52,6 @@ from penstock_driver.ports import (
 from penstock_driver.rpc.values import (
     command_to_proto,
     exit_from_proto,
-    seconds_to_duration,
     seed_to_proto,
     toolbox_to_proto,
 )
@@ -152,7 +152,7 @@ class GrpcSandboxes:
     async def create(self, terms: SandboxTerms, lease_s: float, labels: Mapping[str, str]) -> SandboxFacts:
         """See ports.Sandboxes."""
         spec = _sandbox_spec(terms)
-        spec.lease.CopyFrom(seconds_to_duration(lease_s))
+        spec.lease.CopyFrom(times.duration(lease_s))
         spec.labels.update(labels)
         request = sandbox_service_pb2.CreateSandboxRequest(request_id=secrets.token_hex(16), spec=spec)
         with typed_errors():
@@ -163,7 +163,7 @@ class GrpcSandboxes:
         self, snapshot_id: str, *, request_id: str, port: int, upstream: str, lease_s: float, labels: Mapping[str, str]
     ) -> SandboxFacts:
         """See ports.Sandboxes."""
-        spec = sandbox_pb2.SandboxSpec(lease=seconds_to_duration(lease_s), labels=labels)
+        spec = sandbox_pb2.SandboxSpec(lease=times.duration(lease_s), labels=labels)
         if upstream:
             spec.network.one_endpoint.CopyFrom(sandbox_pb2.OneEndpoint(local_port=port, upstream=upstream))
         request = sandbox_service_pb2.ForkSandboxesRequest(

@@ -7,6 +7,7 @@ from typing import Final
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis import times
 from penstock_driver.events import AgentEvent
 from penstock_driver.records import GroupRecord, Record
 from penstock_driver.rollouts import (
@@ -27,7 +28,7 @@ from penstock_driver.rollouts import (
     Reward,
 )
 from penstock_driver.rpc.agents import EVENT_KINDS
-from penstock_driver.rpc.values import command_to_proto, exit_to_proto, seconds_to_duration, timestamp
+from penstock_driver.rpc.values import command_to_proto, exit_to_proto
 
 PHASES: Final = {phase: rollout_pb2.Phase.Value(f"PHASE_{phase.name}") for phase in Phase}
 PARTIES: Final = {party: rollout_pb2.Party.Value(f"PARTY_{party.value}") for party in Party}
@@ -38,12 +39,12 @@ CAUSES: Final = {cause: rollout_pb2.FailureCause.Value(f"FAILURE_CAUSE_{cause.va
 
 def encode_event(rollout_id: str, sequence: int, time: float, event: Happening) -> bytes:
     """An event as it is kept and sent: a serialised RolloutEvent."""
-    wire = rollout_pb2.RolloutEvent(sequence=sequence, rollout_id=rollout_id, time=timestamp(time))
+    wire = rollout_pb2.RolloutEvent(sequence=sequence, rollout_id=rollout_id, time=times.timestamp(time))
     match event:
         case PhaseChanged():
             wire.phase_changed.phase = PHASES[event.phase]
             if event.previous_s is not None:
-                wire.phase_changed.previous_duration.CopyFrom(seconds_to_duration(event.previous_s))
+                wire.phase_changed.previous_duration.CopyFrom(times.duration(event.previous_s))
         case AgentEvent():
             wire.agent_event.kind = EVENT_KINDS[event.kind]
             wire.agent_event.data.update(event.data)
@@ -141,9 +142,9 @@ def rollout_to_proto(record: Record) -> rollout_pb2.Rollout:
         group_id=record.group_id,
         index=record.index,
         phase=PHASES[record.phase],
-        create_time=timestamp(record.create_time),
+        create_time=times.timestamp(record.create_time),
         phase_times=[
-            rollout_pb2.PhaseTime(phase=PHASES[phase], duration=seconds_to_duration(seconds))
+            rollout_pb2.PhaseTime(phase=PHASES[phase], duration=times.duration(seconds))
             for phase, seconds in sorted(record.phase_times.items())
         ],
         agent_spec_sha256=record.agent_sha256,
@@ -155,7 +156,7 @@ def rollout_to_proto(record: Record) -> rollout_pb2.Rollout:
     if record.outcome is not None:
         wire.outcome.MergeFromString(record.outcome)
     if record.end_time is not None:
-        wire.end_time.CopyFrom(timestamp(record.end_time))
+        wire.end_time.CopyFrom(times.timestamp(record.end_time))
     return wire
 
 
@@ -171,15 +172,15 @@ def group_to_proto(group: GroupRecord, ended: Sequence[Record]) -> rollout_pb2.G
         rollout_ids=group.rollout_ids,
         ended_count=len(ended),
         ended=is_over,
-        create_time=timestamp(group.create_time),
+        create_time=times.timestamp(group.create_time),
         complete=is_over and len(results) >= group.quorum,
         result_rollout_ids=results[: group.size],
     )
     wire.spec.MergeFromString(group.spec)
     if group.grace_s is not None:
-        wire.stragglers.grace.CopyFrom(seconds_to_duration(group.grace_s))
+        wire.stragglers.grace.CopyFrom(times.duration(group.grace_s))
     if is_over and ended:
-        wire.end_time.CopyFrom(timestamp(max(record.end_time or 0.0 for record in ended)))
+        wire.end_time.CopyFrom(times.timestamp(max(record.end_time or 0.0 for record in ended)))
     return wire
 
 
@@ -206,7 +207,7 @@ def fill_in(trajectory: trajectory_pb2.Trajectory, record: Record) -> None:
     if spec.task.HasField("metadata"):
         trajectory.task_metadata.CopyFrom(spec.task.metadata)
     if record.end_time is not None:
-        trajectory.duration.CopyFrom(seconds_to_duration(record.end_time - record.create_time))
+        trajectory.duration.CopyFrom(times.duration(record.end_time - record.create_time))
 
 
 def _failure(failure: Failure) -> rollout_pb2.Failure:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from penstock.driver.v1 import rollout_pb2, terminal_service_pb2
 from penstock.sandbox.v1 import process_service_pb2
+from penstock_chassis import times
 from penstock_driver.rollouts import CommandFinished, Outcome
-from penstock_driver.rpc.orders import command_of_step, fill_verifier, terminal_from_proto, without_contents
+from penstock_driver.rpc.applied import fill_verifier, without_contents
+from penstock_driver.rpc.orders import command_of_step, terminal_from_proto
 from penstock_driver.rpc.shown import command_finished, outcome_to_proto
-from penstock_driver.rpc.values import exit_to_proto, timestamp
+from penstock_driver.rpc.values import exit_to_proto
 from penstock_driver.terminals.episodes import Action, Answer, Observation, TerminalOrder
 from penstock_driver.terminals.records import TerminalRecord
 
@@ -83,13 +85,13 @@ def terminal_to_proto(record: TerminalRecord) -> terminal_service_pb2.Terminal:
     wire = terminal_service_pb2.Terminal.FromString(record.shown)
     wire.terminal_id = record.terminal_id
     wire.step_count = record.step_count
-    wire.create_time.CopyFrom(timestamp(record.create_time))
+    wire.create_time.CopyFrom(times.timestamp(record.create_time))
     wire.setup_commands.extend(terminal_service_pb2.Terminal.FromString(record.setup).verifier_commands)
     wire.verifier_commands.extend(terminal_service_pb2.Terminal.FromString(record.verification).verifier_commands)
     if record.deadline is not None:
-        wire.expire_time.CopyFrom(timestamp(record.deadline))
+        wire.expire_time.CopyFrom(times.timestamp(record.deadline))
     if record.end_time is not None:
-        wire.end_time.CopyFrom(timestamp(record.end_time))
+        wire.end_time.CopyFrom(times.timestamp(record.end_time))
     if record.place is not None and not record.released:
         wire.sandbox_id = record.place.sandbox_id
     if record.outcome is None:

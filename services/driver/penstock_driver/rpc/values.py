@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Final
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.struct_pb2 import Struct
-from google.protobuf.timestamp_pb2 import Timestamp
 from pydantic import JsonValue
 
 from penstock.sandbox.v1 import process_service_pb2, sandbox_service_pb2, toolbox_service_pb2
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis import times
 from penstock_driver.launches import FileToWrite
 from penstock_driver.ports import Command, Exit, ExitReason
 from penstock_driver.specs import Dialect, RuntimeKind, Toolbox
@@ -37,24 +35,6 @@ def dialect_from_proto(value: trajectory_pb2.Dialect.ValueType) -> Dialect:
     return next(dialect for dialect, wire in DIALECTS.items() if wire == value)
 
 
-def seconds_to_duration(seconds: float) -> Duration:
-    """Seconds as a Duration."""
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration
-
-
-def duration_to_seconds(duration: Duration) -> float:
-    """A Duration in seconds."""
-    return duration.seconds + duration.nanos / 1e9
-
-
-def timestamp(seconds: float) -> Timestamp:
-    """Seconds since the epoch as a Timestamp."""
-    whole = math.floor(seconds)
-    return Timestamp(seconds=whole, nanos=int((seconds - whole) * 1e9))
-
-
 def struct_to_dict(struct: Struct) -> dict[str, JsonValue]:
     """A Struct as plain JSON values; all its numbers are floats."""
     value: dict[str, JsonValue] = MessageToDict(struct)
@@ -70,7 +50,7 @@ def command_from_proto(command: process_service_pb2.Command) -> Command:
         secret_env=dict(command.secret_env),
         cwd=command.cwd,
         user=command.user,
-        timeout_s=duration_to_seconds(command.timeout) if command.HasField("timeout") else None,
+        timeout_s=times.seconds(command.timeout) if command.HasField("timeout") else None,
     )
 
 
@@ -83,7 +63,7 @@ def command_to_proto(command: Command, *, with_secrets: bool = True) -> process_
     else:
         wire.shell = command.shell
     if command.timeout_s is not None:
-        wire.timeout.CopyFrom(seconds_to_duration(command.timeout_s))
+        wire.timeout.CopyFrom(times.duration(command.timeout_s))
     return wire
 
 
@@ -94,8 +74,8 @@ def exit_from_proto(wire: process_service_pb2.Exit) -> Exit:
         code=wire.code if wire.HasField("code") else None,
         signal=wire.signal if wire.HasField("signal") else None,
         message=wire.message,
-        duration_s=duration_to_seconds(wire.duration),
-        cpu_s=duration_to_seconds(wire.cpu_time),
+        duration_s=times.seconds(wire.duration),
+        cpu_s=times.seconds(wire.cpu_time),
         max_rss_bytes=wire.max_rss_bytes if wire.HasField("max_rss_bytes") else None,
         stdout_truncated=wire.stdout_truncated,
         stderr_truncated=wire.stderr_truncated,
@@ -111,8 +91,8 @@ def exit_to_proto(end: Exit) -> process_service_pb2.Exit:
     wire = process_service_pb2.Exit(
         reason=process_service_pb2.ExitReason.Value(f"EXIT_REASON_{end.reason.value}"),
         message=end.message,
-        duration=seconds_to_duration(end.duration_s),
-        cpu_time=seconds_to_duration(end.cpu_s),
+        duration=times.duration(end.duration_s),
+        cpu_time=times.duration(end.cpu_s),
         max_rss_bytes=end.max_rss_bytes,
         stdout_truncated=end.stdout_truncated,
         stderr_truncated=end.stderr_truncated,
@@ -125,7 +105,7 @@ def exit_to_proto(end: Exit) -> process_service_pb2.Exit:
     elif end.signal is not None:
         wire.signal = end.signal
     if end.end_time:
-        wire.end_time.CopyFrom(timestamp(end.end_time))
+        wire.end_time.CopyFrom(times.timestamp(end.end_time))
     return wire
 
 

@@ -1,10 +1,8 @@
 """The terminal episodes of a driver, as owned tasks: open, step, answer, close, and what a restart does about them.
 
-Invariants: steps of one episode are done one after another, and each one outlives the stream that brought it; what a
-step gave is on disk before it is told; before the verifier starts, everything that the commands started is dead (R60);
-an episode that has ended has no sandbox, whatever ended it (R70). After a kill -9 an open episode is taken up again,
-with the command that was running; one that was answered and not graded yet, or that needs what is kept in memory only,
-ends as DRIVER_RESTARTED.
+Invariants: before the verifier starts, everything that the commands started is dead (R60); an episode that has ended
+has no sandbox, whatever ended it (R70). After a kill -9 an open episode is taken up again, with the command that was
+running; one that was answered and not graded yet, or that needs what is kept in memory only, ends as DRIVER_RESTARTED.
 """
 
 from __future__ import annotations
@@ -13,37 +11,33 @@ import asyncio
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import structlog
 
 from penstock_chassis.errors import AlreadyExists, PenstockError, ResourceExhausted, Unavailable
-from penstock_driver.ports import CommandResult, Sandboxes
+from penstock_driver.ports import Sandboxes
 from penstock_driver.preflight import Preflight
 from penstock_driver.records import Records, new_id
 from penstock_driver.releases import DRIVER_LABEL, Releases
 from penstock_driver.rollouts import (
     Cause,
-    CommandFinished,
     Failure,
     Outcome,
     Party,
     Phase,
-    RolloutFailed,
 )
-from penstock_driver.terminals.endings import draining, ended_from_outside, failure_of_step, fault, stopped
+from penstock_driver.terminals.endings import draining, ended_from_outside, stopped
 from penstock_driver.terminals.episodes import (
     Action,
-    Answer,
     EpisodeCourse,
     Forms,
     Observation,
     TerminalOrder,
-    episode_ended,
-    step_reused,
 )
+from penstock_driver.terminals.live import LiveEpisode, Shared, past_step
 from penstock_driver.terminals.records import PlaceRecord, StepRecord, TerminalRecord, TerminalRecords
 from penstock_driver.terminals.setups import TerminalSetups
 from penstock_driver.terminals.shell import ShellState
@@ -52,36 +46,6 @@ from penstock_driver.terminals.steps import TerminalSteps
 TERMINAL_LABEL: Final = "penstock_terminal"
 
 _log = structlog.get_logger("penstock.driver")
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A step that is being done, or waits for its turn."""
-
-    digest: str
-    task: asyncio.Task[bytes]
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """An episode that is open, or being verified."""
-
-    terminal_id: str
-    order: TerminalOrder
-    place: PlaceRecord
-    shell: ShellState
-    course: EpisodeCourse
-    over: asyncio.Future[Outcome]
-    """Says how it ends as soon as that is certain; what runs then stops."""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    flights: dict[str, _Flight] = field(default_factory=dict)
-    unfinished: dict[str, bytes] = field(default_factory=dict)
-    """What the step that its end cut off gives, by step id."""
-    reports: list[CommandFinished] = field(default_factory=list)
-    fault: Exception | None = None
-    """Why its end is not on disk."""
-    timer: asyncio.TimerHandle | None = None
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Terminals:
@@ -105,10 +69,10 @@ class Terminals:
         self._forms = forms
         self._max_open = max_open
         self._setups = TerminalSetups(sandboxes)
-        self._steps = TerminalSteps(sandboxes)
         self._instance_id = instance_id
         self._releases = Releases(self._release)
-        self._live: dict[str, _Live] = {}
+        self._shared = Shared(records, TerminalSteps(sandboxes), forms, self._releases, self._own)
+        self._live: dict[str, LiveEpisode] = {}
         self._opening: dict[str, asyncio.Task[None]] = {}
         self._claims = 0
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -194,11 +158,13 @@ class Terminals:
         shell: ShellState,
         course: EpisodeCourse,
         deadline: float,
-    ) -> _Live:
-        loop = asyncio.get_running_loop()
-        live = _Live(terminal_id, order, place, shell, course, loop.create_future())
-        live.timer = loop.call_later(max(0.0, deadline - time.time()), self._expire, live)
-        self._live[terminal_id] = live
+    ) -> LiveEpisode:
+        def left() -> None:
+            del self._live[terminal_id]
+
+        live = self._live[terminal_id] = LiveEpisode(
+            terminal_id, order, place, shell, course, deadline=deadline, shared=self._shared, left=left
+        )
         return live
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -208,108 +174,9 @@ class Terminals:
 
         `digest` stands for the action, which `Forms` makes of `kept` again.
         """
-        live = self._live.get(terminal_id)
-        if live is None:
-            return await self._past(terminal_id, step_id, digest)
-        flight = live.flights.get(step_id)
-        if flight is None:
-            if live.course.knows(step_id, digest):
-                return await self._past(terminal_id, step_id, digest)
-            flight = self._take_off(live, step_id, digest, self._in_turn(live, step_id, action, digest, kept))
-        elif flight.digest != digest:
-            raise step_reused()
-        return await asyncio.shield(flight.task)
-
-    async def _past(self, terminal_id: str, step_id: str, digest: str) -> bytes:
-        """What a step gave that is done, of an episode that may have ended."""
-        await self._records.get(terminal_id)
-        step = await self._records.step(terminal_id, step_id)
-        if step is None or step.result is None:
-            raise episode_ended()
-        if step.digest != digest:
-            raise step_reused()
-        return step.result
-
-    def _take_off(self, live: _Live, step_id: str, digest: str, work: Coroutine[Any, Any, bytes]) -> _Flight:
-        flight = live.flights[step_id] = _Flight(digest, self._own(work))
-        flight.task.add_done_callback(lambda _: live.flights.pop(step_id))
-        return flight
-
-    async def _in_turn(self, live: _Live, step_id: str, action: Action, digest: str, kept: bytes) -> bytes:
-        async with live.turn:
-            is_answer = isinstance(action, Answer)
-            number = live.course.begin(step_id, digest, is_answer=is_answer)
-            step = StepRecord(number, step_id, digest, kept)
-            with self._faults_end(live):
-                await self._records.begin(live.terminal_id, step, is_answer=is_answer)
-                given = await self._do(live, step, action)
-        return await self._told(live, step_id, given)
-
-    async def _taken_up(self, live: _Live, step: StepRecord, action: Action) -> bytes:
-        async with live.turn:
-            with self._faults_end(live):
-                given = await self._do(live, step, action)
-        return await self._told(live, step.step_id, given)
-
-    @contextmanager
-    def _faults_end(self, live: _Live) -> Iterator[None]:
-        """End an episode of which a step is begun and not on disk: what it does next could not be told apart."""
-        try:
-            yield
-        except Exception:
-            self._own(self._end(live, fault(live.course)))
-            raise
-
-    async def _told(self, live: _Live, step_id: str, given: bytes | None) -> bytes:
-        """What a step gave; None for one that the end of its episode cut off: it is told with that."""
-        if given is not None:
-            return given
-        await live.gone.wait()
-        if live.fault is not None:
-            raise live.fault
-        return live.unfinished[step_id]
-
-    async def _do(self, live: _Live, step: StepRecord, action: Action) -> bytes | None:
-        """Do a step, up to the end of its episode."""
-        work = asyncio.ensure_future(
-            self._steps.answer(live.order, live.place, action.text, step.number - 1, live.reports.append)
-            if isinstance(action, Answer)
-            else self._steps.command(live.order, live.place, live.shell, step.number, action)
-        )
-        ends: list[asyncio.Future[Any]] = [work, live.over]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        work.cancel()
-        await asyncio.wait([work])
-        outcome, result = Outcome(), None
-        try:
-            done = await work
-            if isinstance(done, CommandResult):
-                result = done
-            else:
-                outcome = Outcome(reward=done)
-        except (RolloutFailed, PenstockError, asyncio.CancelledError) as error:
-            outcome = Outcome(failure=failure_of_step(error, live.course))
-        except Exception:  # noqa: BLE001 - an episode always ends with an outcome
-            _log.exception("a terminal's step failed by a fault of the driver", terminal_id=live.terminal_id)
-            outcome = fault(live.course)
-        if result is not None:
-            live.shell = live.shell.after(step.number, result.exit)
-            given = self._forms.observation(step.step_id, Observation(result=result))
-            shell = (live.shell.saved_by, live.shell.last_code)
-            await self._records.done(live.terminal_id, step.step_id, given, shell)
-            return given
-        if not live.course.end():
-            # It ended while the step was done, and whoever ended it waits for this one's turn to be over.
-            self._cut_off(live, step.step_id, live.over.result())
-            return None
-        live.over.set_result(outcome)
-        self._cut_off(live, step.step_id, outcome)
-        await self._finish(live, outcome)
-        return None
-
-    def _cut_off(self, live: _Live, step_id: str, outcome: Outcome) -> None:
-        last = Observation(ended=True, reward=outcome.reward, failure=outcome.failure)
-        live.unfinished[step_id] = self._forms.observation(step_id, last)
+        if live := self._live.get(terminal_id):
+            return await live.step(step_id, action, digest=digest, kept=kept)
+        return await past_step(self._records, terminal_id, step_id, digest)
 
     # Ends -------------------------------------------------------------------------------------------------------------
 
@@ -321,53 +188,11 @@ class Terminals:
         if opening := self._opening.get(terminal_id):
             await asyncio.wait([opening])
         if live := self._live.get(terminal_id):
-            await asyncio.shield(
-                self._own(self._end(live, ended_from_outside(Cause.CANCELLED, "CLOSED", "the episode was closed")))
-            )
+            closed = ended_from_outside(Cause.CANCELLED, "CLOSED", "the episode was closed")
+            await asyncio.shield(self._own(live.end(closed)))
         if await self._records.is_unreleased(terminal_id):
             message = "the episode has ended, and its sandbox could not be deleted yet: the driver goes on trying"
             raise Unavailable(message, reason="TERMINAL_UNRELEASED", retry_after_s=1.0)
-
-    def _expire(self, live: _Live) -> None:
-        if live.course.is_open:  # a verifier has a limit of its own
-            message = f"no answer came in {live.order.limits.agent_s:g} s"
-            self._own(self._end(live, ended_from_outside(Cause.TIMEOUT, "EPISODE_TIMED_OUT", message)))
-
-    async def _end(self, live: _Live, outcome: Outcome) -> None:
-        """End an episode from outside of its steps, unless it has ended; return when its sandbox is gone."""
-        if live.course.end():
-            live.over.set_result(outcome)
-            async with live.turn:
-                await self._finish(live, outcome)
-        else:
-            await live.gone.wait()
-
-    async def _finish(self, live: _Live, outcome: Outcome) -> None:
-        if live.timer:
-            live.timer.cancel()
-        end = (self._forms.outcome(outcome), self._forms.commands(live.reports), dict(live.unfinished))
-
-        async def write_end() -> None:
-            await self._records.ended(live.terminal_id, *end)
-
-        async def released() -> None:
-            if live.fault is not None:
-                await write_end()
-                live.fault = None
-            await self._records.released(live.terminal_id)
-
-        try:
-            try:
-                await write_end()
-            except Exception as error:  # noqa: BLE001 - the sandbox goes all the same, and then it is tried again
-                live.fault = error
-            await self._releases.settle(live.terminal_id, released)
-        finally:
-            # Whatever went wrong: nobody waits for what does not come.
-            del self._live[live.terminal_id]
-            live.gone.set()
-        if live.fault is not None:
-            raise live.fault
 
     # The whole --------------------------------------------------------------------------------------------------------
 
@@ -404,8 +229,7 @@ class Terminals:
                 pending = step
         live = self._admit(record.terminal_id, order, place, shell, course, deadline)
         if pending is not None and pending.action is not None:
-            action = self._forms.action(pending.action)
-            self._take_off(live, pending.step_id, pending.digest, self._taken_up(live, pending, action))
+            live.take_up(pending, self._forms.action(pending.action))
 
     async def _end_lost(self, record: TerminalRecord) -> None:
         phase = Phase.VERIFYING if record.answered else Phase.RUNNING
@@ -446,7 +270,7 @@ class Terminals:
             opening.cancel()
         stop = Outcome(failure=stopped(Phase.RUNNING))
         for live in list(self._live.values()):
-            self._own(self._end(live, stop))
+            self._own(live.end(stop))
         while self._tasks:
             await asyncio.wait(self._tasks)
         await self._releases.aclose()

@@ -4,24 +4,7 @@ Nothing is sampled. Its logprobs are the script's own and are declared so (`Logp
 trains on them unknowingly. It is a strict fake: a call that no entry is for is refused, and entries left over are an
 error when the engine closes.
 
-A script (YAML or JSON; option `script` names the file):
-
-    logprob: -1.0              # of every token, unless its turn says otherwise; <= 0
-    strict: true               # whether entries left over are an error
-    turns:
-      - when: {prompt_contains: You are a title generator}
-        repeat: true           # for any number of calls, none included
-        reply: A title
-      - when: {has_tool_result: false}
-        reply: |-
-          <tool_call>
-          {"name": "bash", "arguments": {"command": "cat note.txt"}}
-          </tool_call>
-      - reply: [17, 4, 2]      # token ids, as they are
-
-Each session replays the whole script; requests without a session share one. A call takes the first entry that its
-session has not used and whose `when` holds of the decoded prompt. A text is encoded by the model's tokenizer and ends
-with its end-of-turn token, unless `finish: length`.
+The form of a script stands in `script`; option `script` names the file.
 """
 
 from __future__ import annotations
@@ -31,11 +14,9 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import numpy as np
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock_chassis.errors import (
     Aborted,
@@ -72,66 +53,14 @@ from penstock_inference.engines.base import (
     VersionSpan,
 )
 from penstock_inference.engines.checks import check_prompt, check_sampling, raise_violations
+from penstock_inference.engines.script import Script, Turn
 
 MAX_CONTEXT_TOKENS = 1 << 20
-TOOL_RESULT_MARK = "</tool_response>"
 
 _CAPABILITIES = Capabilities(
     version_spans=True, in_flight_update=True, weight_update=True, seed=True, batch_invariant=True
 )
 _DELTA_TOKENS = 8
-
-
-class When(BaseModel):
-    """What must hold of the decoded prompt; everything that is set must."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    prompt_contains: str | tuple[str, ...] = ()
-    prompt_lacks: str | tuple[str, ...] = ()
-    has_tool_result: bool | None = None
-
-    def holds(self, prompt: str) -> bool:
-        """Whether this prompt is meant."""
-        return (
-            all(text in prompt for text in _texts(self.prompt_contains))
-            and not any(text in prompt for text in _texts(self.prompt_lacks))
-            and self.has_tool_result in (None, TOOL_RESULT_MARK in prompt)
-        )
-
-
-class Turn(BaseModel):
-    """One answer."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    when: When = When()
-    reply: str | tuple[int, ...]
-    finish: Literal["stop", "length"] = "stop"
-    logprob: float | None = Field(None, le=0, allow_inf_nan=False)
-    repeat: bool = False
-
-
-class Script(BaseModel):
-    """The whole file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    logprob: float = Field(-1.0, le=0, allow_inf_nan=False)
-    strict: bool = True
-    turns: tuple[Turn, ...] = Field(min_length=1)
-
-    @classmethod
-    def parse(cls, text: str) -> Script:
-        """Raises InvalidArgument (SCRIPT_INVALID) naming every field at fault."""
-        try:
-            return cls.model_validate(yaml.safe_load(text))
-        except yaml.YAMLError as error:
-            raise InvalidArgument(f"the script is not YAML: {error}", reason="SCRIPT_INVALID") from error
-        except ValidationError as error:
-            violations = [Violation(".".join(map(str, e["loc"])) or "script", e["msg"]) for e in error.errors()]
-            raise InvalidArgument(
-                f"the script does not hold: {violations[0].field} {violations[0].description}",
-                reason="SCRIPT_INVALID",
-                violations=violations,
-            ) from error
 
 
 @dataclass(slots=True, eq=False)
@@ -401,10 +330,6 @@ _ABORT = FinishReason.ABORT
 async def open_engine(options: EngineOptions) -> ScriptedEngine:
     """The entry point `scripted` of the group `penstock.inference.engines`."""
     return await ScriptedEngine.open(options)
-
-
-def _texts(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else value
 
 
 def _no_update() -> NoReturn:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, Final
 
 import numpy as np
-from google.protobuf.duration_pb2 import Duration
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.inference.v1 import inference_service_pb2 as pb
+from penstock_chassis import times
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
-from penstock_inference.adapters import AdapterBegin, AdapterFrame
 from penstock_inference.engines.base import (
     Delta,
     Done,
@@ -28,16 +27,13 @@ from penstock_inference.engines.base import (
     Started,
     TokenIds,
     TopLogprobs,
-    UpdateFormat,
     VersionSpan,
 )
-from penstock_inference.engines.optional import AdapterInfo, ChatAnswer, ChatRequest, missing_capability
+from penstock_inference.engines.optional import ChatAnswer, ChatRequest, missing_capability
 from penstock_inference.engines.response_format import ResponseFormat
 from penstock_inference.gaps import Gap
 from penstock_inference.model_files import TokenizerDirectory
 from penstock_inference.rpc import messages
-from penstock_inference.uploads import Commit
-from penstock_inference.weights import UpdateBegin, UpdateFrame, UpdateResult
 
 _LOGPROBS_MODES = {
     LogprobsMode.PROCESSED: completion_pb2.LOGPROBS_MODE_PROCESSED,
@@ -55,10 +51,6 @@ _PAUSE_MODES: dict[int, PauseMode] = {
     pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
     pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
 }
-_FORMATS: dict[int, UpdateFormat] = {
-    pb.WEIGHT_FORMAT_SAFETENSORS: UpdateFormat.FULL,
-    pb.WEIGHT_FORMAT_SAFETENSORS_PARTIAL: UpdateFormat.DELTA,
-}
 # What chat.v1.Sampling calls the same and holds as one number.
 _NUMBERS = (
     "temperature",
@@ -73,7 +65,6 @@ _NUMBERS = (
     "repetition_penalty",
     "top_logprobs",
 )
-_DEFAULT_PAGE, _MAX_PAGE = 100, 1000
 _PROTO_ONLY = ("thinking", "thinking_budget_tokens")
 _FORMAT: Final = "response_format_json"
 
@@ -169,7 +160,7 @@ def chat_done(answer: ChatAnswer, info: EngineInfo) -> pb.GenerateResponse:
         engine_version=info.engine_version,
         model=info.model,
         timings=completion_pb2.Timings(
-            queued=duration(answer.timings.queue_s), decode=duration(answer.timings.decode_s)
+            queued=times.duration(answer.timings.queue_s), decode=times.duration(answer.timings.decode_s)
         ),
         usage=chat_pb2.Usage(
             prompt_tokens=answer.usage.prompt_tokens, completion_tokens=answer.usage.completion_tokens
@@ -212,9 +203,9 @@ def _completion(done: Done, request: GenerateRequest, info: EngineInfo) -> compl
         engine_version=info.engine_version,
         model=info.model,
         timings=completion_pb2.Timings(
-            queued=duration(done.timings.queue_s),
-            prefill=duration(done.timings.prefill_s),
-            decode=duration(done.timings.decode_s),
+            queued=times.duration(done.timings.queue_s),
+            prefill=times.duration(done.timings.prefill_s),
+            decode=times.duration(done.timings.decode_s),
         ),
         usage=chat_pb2.Usage(
             prompt_tokens=done.prompt_tokens, completion_tokens=count, cached_tokens=done.cached_tokens
@@ -345,91 +336,6 @@ def pause_mode(mode: int, default: PauseMode | None = None) -> PauseMode:
     if found is None:
         raise invalid("mode", "must be PAUSE_MODE_ABORT, PAUSE_MODE_WAIT or PAUSE_MODE_KEEP")
     return found
-
-
-async def update_frames(pushed: AsyncIterator[pb.UpdateWeightsRequest]) -> AsyncIterator[UpdateFrame]:
-    """A push as the domain reads it."""
-    async for message in pushed:
-        kind = message.WhichOneof("frame")
-        if kind == "chunk":
-            yield message.chunk
-        elif kind == "commit":
-            yield Commit(message.commit.sha256)
-        elif kind == "begin":
-            begin = message.begin
-            if begin.format not in _FORMATS:
-                raise invalid("begin.format", "must be WEIGHT_FORMAT_SAFETENSORS or WEIGHT_FORMAT_SAFETENSORS_PARTIAL")
-            yield UpdateBegin(
-                policy_version=begin.policy_version,
-                update_format=_FORMATS[begin.format],
-                mode=pause_mode(begin.mode, PauseMode.KEEP),
-                size_bytes=begin.size_bytes if begin.HasField("size_bytes") else None,
-                sha256=begin.sha256 if begin.HasField("sha256") else None,
-                path=begin.path,
-            )
-        else:
-            raise invalid("frame", "is not set")
-
-
-async def adapter_frames(pushed: AsyncIterator[pb.LoadAdapterRequest]) -> AsyncIterator[AdapterFrame]:
-    """An adapter as the domain reads it."""
-    async for message in pushed:
-        kind = message.WhichOneof("frame")
-        if kind == "chunk":
-            yield message.chunk
-        elif kind == "commit":
-            yield Commit(message.commit.sha256)
-        elif kind == "begin":
-            begin = message.begin
-            yield AdapterBegin(
-                name=begin.name,
-                policy_version=begin.policy_version,
-                config_json=begin.adapter_config_json,
-                path=begin.path,
-                mode=pause_mode(begin.mode, PauseMode.KEEP),
-            )
-        else:
-            raise invalid("frame", "is not set")
-
-
-def adapter(info: AdapterInfo) -> pb.Adapter:
-    """One adapter in force."""
-    return pb.Adapter(name=info.name, policy_version=info.policy_version, rank=info.rank)
-
-
-def adapters_page(found: tuple[AdapterInfo, ...], page_size: int, page_token: str) -> pb.ListAdaptersResponse:
-    """Those after the token, which is the last name of the page before."""
-    if not 0 <= page_size <= _MAX_PAGE:
-        raise invalid("page_size", f"must be in [0, {_MAX_PAGE}]")
-    size = page_size or _DEFAULT_PAGE
-    left = [info for info in found if not page_token or info.name > page_token]
-    return pb.ListAdaptersResponse(
-        adapters=[adapter(info) for info in left[:size]],
-        next_page_token=left[size - 1].name if len(left) > size else "",
-    )
-
-
-def update_response(result: UpdateResult) -> pb.UpdateWeightsResponse:
-    """The version in force and where the time went."""
-    return pb.UpdateWeightsResponse(policy_version=result.policy_version, phases=_phases(result))
-
-
-def transfer_response(result: UpdateResult) -> pb.FinishTransferResponse:
-    """The same of a transfer."""
-    return pb.FinishTransferResponse(policy_version=result.policy_version, phases=_phases(result))
-
-
-def _phases(result: UpdateResult) -> pb.UpdatePhases:
-    return pb.UpdatePhases(
-        transfer=duration(result.transfer_s), pause=duration(result.pause_s), load=duration(result.load_s)
-    )
-
-
-def duration(seconds: float) -> Duration:
-    """Seconds, not negative."""
-    message = Duration()
-    message.FromNanoseconds(round(max(0.0, seconds) * 1e9))
-    return message
 
 
 def invalid(field: str, text: str) -> InvalidArgument:

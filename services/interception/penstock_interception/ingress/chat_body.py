@@ -1,4 +1,4 @@
-"""OpenAI Chat Completions: the request's shape, checked by pydantic, and its translation into a `ChatRequest`.
+"""OpenAI Chat Completions: a request, translated into a `ChatRequest`.
 
 Fields that change nothing here are accepted and recorded as ignored (R33); what cannot be honoured and would change
 what the agent gets is refused with the field's name.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from penstock_codec.chat import (
     ImagePart,
@@ -29,12 +29,11 @@ from penstock_codec.chat import (
     ToolResultPart,
 )
 from penstock_interception.graph.fingerprint import KNOWN_TOOLS_CHARS
+from penstock_interception.ingress import chat_fields as fields
 from penstock_interception.ingress.dialect import BadRequest
 from penstock_interception.ingress.reading import json_object, json_text, refusal
 from penstock_interception.requests import ChatRequest, Spoken
 
-MAX_MESSAGES = 20_000
-INT64 = 2**63 - 1
 # What a provider would do beside the model: search, plug-ins, a server's tools.
 _HOSTED = ("web_search_options", "plugins", "web_search")
 _IGNORED = frozenset(
@@ -46,149 +45,8 @@ _APART = frozenset({"messages", "tools", *_IGNORED})
 # Longer ones are read anew each time.
 KNOWN_SETTINGS_CHARS = 4 << 10
 
-ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
-
-
-class _TextPart(_Strict):
-    type: Literal["text", "input_text", "output_text"]
-    text: str
-
-
-class _RefusalPart(_Strict):
-    type: Literal["refusal"]
-    refusal: str
-
-
-class _ImageUrl(_Strict):
-    url: str
-
-
-class _ImagePart(_Strict):
-    type: Literal["image_url"]
-    image_url: _ImageUrl
-
-
-class _Function(_Strict):
-    name: str
-    arguments: str
-
-
-class _ToolCall(_Strict):
-    id: str
-    type: Literal["function"] = "function"
-    function: _Function
-
-
-Content = str | list[Annotated[_TextPart | _ImagePart | _RefusalPart, Discriminator("type")]]
-TextContent = str | list[_TextPart]
-
-
-class _System(_Strict):
-    role: Literal["system", "developer"]
-    content: TextContent
-    name: str | None = None
-
-
-class _User(_Strict):
-    role: Literal["user"]
-    content: Content
-    name: str | None = None
-
-
-class _Assistant(_Strict):
-    role: Literal["assistant"]
-    content: Content | None = None
-    tool_calls: list[_ToolCall] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    reasoning_text: str | None = None
-    name: str | None = None
-
-
-class _Tool(_Strict):
-    role: Literal["tool"]
-    tool_call_id: str
-    content: Content
-    name: str | None = None
-
-
-AnyMessage = Annotated[_System | _User | _Assistant | _Tool, Discriminator("role")]
-
-
-class _ToolFunction(_Strict):
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _ToolDefinition(_Strict):
-    type: Literal["function"]
-    function: _ToolFunction
-
-
-class _NamedFunction(_Strict):
-    name: str
-
-
-class _NamedChoice(_Strict):
-    type: Literal["function"]
-    function: _NamedFunction
-
-
-class _StreamOptions(_Strict):
-    include_usage: bool | None = None
-
-
-class _TemplateOptions(_Strict):
-    enable_thinking: bool | None = None
-
-
-class Settings(_Strict):
-    """All fields that mean something here, but for the conversation and the tools."""
-
-    model_config = ConfigDict(strict=True, extra="allow", hide_input_in_errors=True)
-
-    model: str = ""
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    tool_choice: Literal["auto", "none", "required"] | _NamedChoice | None = None
-    parallel_tool_calls: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=5)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT64)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], Field(max_length=64)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=INT64)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    n: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: dict[str, Any] | None = None
-    chat_template_kwargs: _TemplateOptions | None = None
-    functions: Any = None
-    function_call: Any = None
-
-
-class ChatBody(Settings):
-    """A whole body."""
-
-    messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: list[_ToolDefinition] | None = None
-
-
-_MESSAGE: Final[TypeAdapter[AnyMessage]] = TypeAdapter(AnyMessage)
-_TOOLS: Final = TypeAdapter(list[_ToolDefinition])
+_MESSAGE: Final[TypeAdapter[fields.AnyMessage]] = TypeAdapter(fields.AnyMessage)
+_TOOLS: Final = TypeAdapter(list[fields.ToolDefinition])
 
 
 def parse_chat(body: bytes, before: Spoken | None = None) -> ChatRequest:
@@ -208,7 +66,7 @@ def parse_chat(body: bytes, before: Spoken | None = None) -> ChatRequest:
     except (_Unread, ValidationError):
         # What is wrong is told of the whole body at once, each thing in its place.
         try:
-            whole = ChatBody.model_validate(value)
+            whole = fields.ChatBody.model_validate(value)
         except ValidationError as error:
             raise refusal(error, value) from None
         messages = tuple(map(_message, whole.messages))
@@ -223,7 +81,7 @@ class _Unread(Exception):
 
 def _messages(raw: Any, before: Spoken | None) -> tuple[Message, ...]:
     """The conversation. Raises _Unread, ValidationError."""
-    if not isinstance(raw, list) or not 1 <= len(raw) <= MAX_MESSAGES:
+    if not isinstance(raw, list) or not 1 <= len(raw) <= fields.MAX_MESSAGES:
         raise _Unread
     messages = [] if before is None else [*_known(raw, before)]
     for item in raw[len(messages) :]:
@@ -316,16 +174,16 @@ def _terms(settings: dict[str, Any], tools: Any) -> ChatRequest:
     except TypeError:  # orjson reads deeper than it writes
         raise _Unread from None
     if len(tools_text) > KNOWN_TOOLS_CHARS:
-        return _request(Settings.model_validate(settings), _tools_in(tools))
+        return _request(fields.Settings.model_validate(settings), _tools_in(tools))
     given = _tools_of(tools_text) if tools_text else _NOTHING
     if len(text) > KNOWN_SETTINGS_CHARS:
-        return _request(Settings.model_validate(settings), given.tools)
+        return _request(fields.Settings.model_validate(settings), given.tools)
     return _terms_of(text, given)
 
 
 @lru_cache(maxsize=128)
 def _terms_of(text: bytes, given: _Given) -> ChatRequest:
-    return _request(Settings.model_validate(orjson.loads(text)), given.tools)
+    return _request(fields.Settings.model_validate(orjson.loads(text)), given.tools)
 
 
 @lru_cache(maxsize=128)
@@ -337,7 +195,7 @@ def _tools_in(raw: Any) -> tuple[Tool, ...]:
     return tuple(_tool(tool.function) for tool in _TOOLS.validate_python(raw))
 
 
-def _request(body: Settings, given: tuple[Tool, ...] | None) -> ChatRequest:
+def _request(body: fields.Settings, given: tuple[Tool, ...] | None) -> ChatRequest:
     """What a body asks for, its messages apart."""
     if body.n is not None and body.n != 1:
         raise BadRequest("n: only 1 completion per request is served here.", "n", "unsupported_value")
@@ -390,7 +248,7 @@ def _request(body: Settings, given: tuple[Tool, ...] | None) -> ChatRequest:
     )
 
 
-def _choice(body: Settings, tools: tuple[Tool, ...], notes: list[str]) -> ToolChoice:
+def _choice(body: fields.Settings, tools: tuple[Tool, ...], notes: list[str]) -> ToolChoice:
     if not tools:
         if body.tool_choice is not None:
             notes.append("tool_choice without tools was ignored")
@@ -398,7 +256,7 @@ def _choice(body: Settings, tools: tuple[Tool, ...], notes: list[str]) -> ToolCh
             notes.append("parallel_tool_calls without tools was ignored")
         return ToolChoice()
     parallel = body.parallel_tool_calls
-    if isinstance(body.tool_choice, _NamedChoice):
+    if isinstance(body.tool_choice, fields.NamedChoice):
         name = body.tool_choice.function.name
         if name not in {tool.name for tool in tools}:
             raise BadRequest("tool_choice names a tool that is not among tools.", "tool_choice", "invalid_value")
@@ -406,7 +264,7 @@ def _choice(body: Settings, tools: tuple[Tool, ...], notes: list[str]) -> ToolCh
     return ToolChoice(ToolChoiceMode(body.tool_choice or "auto"), None, parallel)
 
 
-def _tool(function: _ToolFunction) -> Tool:
+def _tool(function: fields.ToolFunction) -> Tool:
     schema = json_text(function.parameters or {}, "tools.function.parameters")
     return Tool(function.name, function.description or "", schema, function.strict)
 
@@ -419,9 +277,9 @@ def _response_format(value: dict[str, Any] | None) -> str | None:
     return json_text(value, "response_format")
 
 
-def _message(message: _System | _User | _Assistant | _Tool) -> Message:
+def _message(message: fields.System | fields.User | fields.Assistant | fields.Tool) -> Message:
     match message:
-        case _Tool():
+        case fields.Tool():
             if isinstance(message.content, str):
                 return Message(Role.TOOL, (ToolResultPart(message.tool_call_id, message.content, False, message.name),))
             content = _parts(message.content)
@@ -429,7 +287,7 @@ def _message(message: _System | _User | _Assistant | _Tool) -> Message:
             images = tuple(part for part in content if isinstance(part, ImagePart))
             result = ToolResultPart(message.tool_call_id, text, False, message.name, images)
             return Message(Role.TOOL, (result,))
-        case _Assistant():
+        case fields.Assistant():
             thought = message.reasoning_content or message.reasoning or message.reasoning_text
             parts: list[Part] = [ReasoningPart(thought)] if thought else []
             if message.content:
@@ -438,13 +296,13 @@ def _message(message: _System | _User | _Assistant | _Tool) -> Message:
                 function = call.function
                 parts.append(ToolCallPart(call.id, function.name, function.arguments))
             return Message(Role.ASSISTANT, tuple(parts), message.name or "")
-        case _User():
+        case fields.User():
             return Message(Role.USER, _parts(message.content), message.name or "")
-        case _System():
+        case fields.System():
             return Message(Role(message.role), _parts(message.content), message.name or "")
 
 
-def _parts(content: Content | TextContent | None) -> tuple[Part, ...]:
+def _parts(content: fields.Content | fields.TextContent | None) -> tuple[Part, ...]:
     if content is None or content == "":
         return ()
     if isinstance(content, str):
@@ -452,10 +310,10 @@ def _parts(content: Content | TextContent | None) -> tuple[Part, ...]:
     parts: list[Part] = []
     for part in content:
         match part:
-            case _TextPart():
+            case fields.TextPart():
                 parts.append(TextPart(part.text))
-            case _ImagePart():
+            case fields.ImagePart():
                 parts.append(ImagePart(part.image_url.url))
-            case _RefusalPart():
+            case fields.RefusalPart():
                 parts.append(TextPart(part.refusal))
     return tuple(parts)

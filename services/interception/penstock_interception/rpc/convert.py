@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from penstock.chat.v1 import chat_pb2, completion_pb2
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis import times
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_codec.chat import (
     FinishReason,
@@ -111,23 +109,6 @@ _SAMPLING = (
 )
 
 
-def timestamp(seconds: float) -> Timestamp:
-    """Seconds since 1970."""
-    whole = math.floor(seconds)
-    return Timestamp(seconds=whole, nanos=int((seconds - whole) * 1e9))
-
-
-def duration(seconds: float) -> Duration:
-    """Seconds."""
-    whole = math.floor(seconds)
-    return Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
-
-
-def seconds(value: Duration) -> float:
-    """Of a Duration."""
-    return value.seconds + value.nanos / 1e9
-
-
 def sampling_to(sampling: Sampling) -> chat_pb2.Sampling:
     """Unset stays unset (R64)."""
     known = {name: value for name in _SAMPLING if (value := getattr(sampling, name)) is not None}
@@ -204,7 +185,7 @@ def completion_to(completion: Completion, message: Message | None) -> completion
     if (timings := completion.timings) is not None:
         for name, value in (("queued", timings.queued_s), ("prefill", timings.prefill_s), ("decode", timings.decode_s)):
             if value is not None:
-                getattr(result.timings, name).CopyFrom(duration(value))
+                getattr(result.timings, name).CopyFrom(times.duration(value))
     if (usage := completion.usage) is not None:
         result.usage.CopyFrom(
             chat_pb2.Usage(
@@ -231,7 +212,7 @@ def completion_from(message: completion_pb2.Completion) -> Completion:
     if message.HasField("timings"):
         timings = Timings(
             *(
-                seconds(getattr(message.timings, name)) if message.timings.HasField(name) else None
+                times.seconds(getattr(message.timings, name)) if message.timings.HasField(name) else None
                 for name in ("queued", "prefill", "decode")
             )
         )

@@ -8,6 +8,7 @@ from typing import Any
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock_chassis import times
 from penstock_interception import observing
 from penstock_interception.calls import Call, Dialect
 from penstock_interception.requests import ChatRequest
@@ -97,8 +98,8 @@ def _fields(call: Call) -> dict[str, Any]:
         "min_policy_version": call.min_policy_version,
         "dialect": convert.DIALECTS[call.arrival.dialect],
         "lease_attempt": call.leases,
-        "receive_time": convert.timestamp(call.received),
-        "expire_time": convert.timestamp(call.expires),
+        "receive_time": times.timestamp(call.received),
+        "expire_time": times.timestamp(call.expires),
         "stream": call.arrival.stream,
         "task_id": opening.task_id,
         "group_index": opening.group_index,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
+from penstock_chassis import times
 from penstock_interception.rpc import convert
 from penstock_interception.standing import SessionStanding, Standing
 
@@ -14,7 +15,7 @@ DEFAULT_INTERVAL_S: Final = 1.0
 
 def interval_from(request: pb.WatchGateRequest) -> float:
     """Seconds between two messages. Raises InvalidArgument."""
-    interval = convert.seconds(request.interval) if request.HasField("interval") else DEFAULT_INTERVAL_S
+    interval = times.seconds(request.interval) if request.HasField("interval") else DEFAULT_INTERVAL_S
     if not 0.5 <= interval <= 60.0:
         raise convert.invalid("interval", "500 ms to 1 min")
     return interval
@@ -32,7 +33,7 @@ def standing_to(standing: Standing, now: float) -> pb.WatchGateResponse:
         session_count=len(standing.sessions),
     )
     if standing.oldest_received is not None:
-        message.oldest_wait.CopyFrom(convert.duration(max(0.0, now - standing.oldest_received)))
+        message.oldest_wait.CopyFrom(times.duration(max(0.0, now - standing.oldest_received)))
     return message
 
 

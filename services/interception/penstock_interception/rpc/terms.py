@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
+from penstock_chassis import times
 from penstock_interception.budgets import DEFAULT_CALL_TIMEOUT_S, Budgets, CallRate, RunBudgets
 from penstock_interception.calls import Rollout
 from penstock_interception.rpc import convert
@@ -62,7 +63,7 @@ def token_terms_from(terms: interception_pb2.TokenTerms, where: str) -> TokenTer
         scopes.append(scope)
     ttl = None
     if terms.HasField("ttl"):
-        ttl = convert.seconds(terms.ttl)
+        ttl = times.seconds(terms.ttl)
         if not 1.0 <= ttl <= MAX_TTL_S:
             raise convert.invalid(f"{where}.ttl", "1 second to 1 year")
     return TokenTerms(tuple(sorted(set(scopes))), ttl)
@@ -72,7 +73,7 @@ def delay_from(request: pb.IssueTokenRequest | pb.RevokeTokensRequest, name: str
     """Seconds until something is void; None when the request does not say."""
     if not request.HasField(name):  # type: ignore[arg-type]
         return None
-    delay = convert.seconds(getattr(request, name))
+    delay = times.seconds(getattr(request, name))
     if not 0.0 <= delay <= MAX_TTL_S:
         raise convert.invalid(name, "0 seconds to 1 year")
     return delay
@@ -102,12 +103,12 @@ def token_to(grant: Grant) -> pb.RolloutToken:
     message = pb.RolloutToken(
         token_id=grant.id.hex(),
         scopes=[_SCOPES[scope] for scope in sorted(grant.scopes)],
-        create_time=convert.timestamp(grant.created_ms / 1000),
+        create_time=times.timestamp(grant.created_ms / 1000),
     )
     if grant.expires_ms is not None:
-        message.expire_time.CopyFrom(convert.timestamp(grant.expires_ms / 1000))
+        message.expire_time.CopyFrom(times.timestamp(grant.expires_ms / 1000))
     if grant.dies_ms is not None:
-        message.revoke_time.CopyFrom(convert.timestamp(grant.dies_ms / 1000))
+        message.revoke_time.CopyFrom(times.timestamp(grant.dies_ms / 1000))
     return message
 
 
@@ -123,7 +124,7 @@ def _number(budgets: interception_pb2.Budgets | interception_pb2.RunBudgets, whe
 def _period(budgets: interception_pb2.Budgets | interception_pb2.RunBudgets, where: str, name: str) -> float | None:
     if not budgets.HasField(name):  # type: ignore[arg-type]
         return None
-    value = convert.seconds(getattr(budgets, name))
+    value = times.seconds(getattr(budgets, name))
     if value <= 0:
         raise convert.invalid(f"{where}.{name}", "positive")
     return value
@@ -135,7 +136,7 @@ def _rate(budgets: interception_pb2.Budgets | interception_pb2.RunBudgets, where
     rate = budgets.call_rate
     if rate.calls < 1:
         raise convert.invalid(f"{where}.call_rate.calls", "at least 1")
-    period = convert.seconds(rate.period) if rate.HasField("period") else 1.0
+    period = times.seconds(rate.period) if rate.HasField("period") else 1.0
     if not 0 < period <= MAX_PERIOD_S:
         raise convert.invalid(f"{where}.call_rate.period", "positive, at most 1 day")
     burst = rate.burst if rate.HasField("burst") else rate.calls

@@ -12,6 +12,7 @@ from google.protobuf import struct_pb2
 from penstock.chat.v1 import chat_pb2
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.trajectory.v1 import trajectory_pb2
+from penstock_chassis import times
 from penstock_interception.ports import Rejection, RejectionReason
 from penstock_interception.rpc import convert
 from penstock_interception.tools.model import ToolCall, ToolCallRecord, ToolResult
@@ -38,8 +39,8 @@ def call_to(call: ToolCall) -> pb.HostToolCall:
         labels=dict(opening.labels),
         task_id=opening.task_id,
         group_index=opening.group_index,
-        receive_time=convert.timestamp(call.received),
-        expire_time=convert.timestamp(call.expires),
+        receive_time=times.timestamp(call.received),
+        expire_time=times.timestamp(call.expires),
     )
     message.arguments.update(orjson.loads(call.arguments))
     return message
@@ -66,7 +67,7 @@ def record_to(record: ToolCallRecord, *, bodies: bool) -> trajectory_pb2.HostToo
         state=convert.STATES[record.state],
         arguments_json=record.arguments.decode(),
         end_reason=record.end_reason,
-        receive_time=convert.timestamp(record.received),
+        receive_time=times.timestamp(record.received),
     )
     if result is not None:
         message.is_error = result.is_error
@@ -75,7 +76,7 @@ def record_to(record: ToolCallRecord, *, bodies: bool) -> trajectory_pb2.HostToo
         if bodies:
             message.result_json = result.content.decode()
     if record.ended_at is not None:
-        message.end_time.CopyFrom(convert.timestamp(record.ended_at))
+        message.end_time.CopyFrom(times.timestamp(record.ended_at))
     return message
 
 

@@ -9,6 +9,7 @@ from penstock.chat.v1 import completion_pb2
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb2
 from penstock.trajectory.v1 import trajectory_pb2 as pb
+from penstock_chassis import times
 from penstock_interception.calls import Call, CallState, Mode, Rollout, RolloutState
 from penstock_interception.capture import Capture, CaptureLevel, Finding, Grade, Severity, level_of
 from penstock_interception.completions import Completion
@@ -69,7 +70,7 @@ def call_to(
         http_attempts=call.http_attempts,
         leases=call.leases,
         injected=call.injected,
-        receive_time=convert.timestamp(call.received),
+        receive_time=times.timestamp(call.received),
         chain_sha256=call.chain_sha256,
         end_reason=call.end_reason,
         tools_sha256=arrival.tools_sha256,
@@ -82,9 +83,9 @@ def call_to(
         if prompt.parent_call_id is not None:
             message.parent_call_id = prompt.parent_call_id
     if call.leased_at is not None:
-        message.lease_time.CopyFrom(convert.timestamp(call.leased_at))
+        message.lease_time.CopyFrom(times.timestamp(call.leased_at))
     if call.ended_at is not None and call.state.terminal:
-        message.end_time.CopyFrom(convert.timestamp(call.ended_at))
+        message.end_time.CopyFrom(times.timestamp(call.ended_at))
     if call.answerer is not None:
         message.answerer = convert.ANSWERERS[call.answerer]
     if call.chain_index is not None:
@@ -121,7 +122,7 @@ def rollout_to(rollout: Rollout) -> gate_pb2.GateRollout:
         mode=MODES[opening.mode],
         state=_STATES[rollout.state],
         model_name=opening.model_name or rollout.facts.model,
-        create_time=convert.timestamp(rollout.created),
+        create_time=times.timestamp(rollout.created),
         totals=gate_pb2.CallTotals(
             calls=totals.calls,
             open=totals.open,
@@ -138,11 +139,11 @@ def rollout_to(rollout: Rollout) -> gate_pb2.GateRollout:
             refused=totals.refused,
         ),
         exhausted_budget=rollout.exhausted_budget,
-        paused_time=convert.duration(rollout.paused_s),
+        paused_time=times.duration(rollout.paused_s),
         tokens=terms.tokens_to(rollout) if rollout.state is not RolloutState.CLOSED else (),
     )
     if rollout.closed is not None:
-        message.close_time.CopyFrom(convert.timestamp(rollout.closed))
+        message.close_time.CopyFrom(times.timestamp(rollout.closed))
     return message
 
 
@@ -190,11 +191,11 @@ def _head(captured: Capture) -> pb.Trajectory:
         tokenizer_sha256=bytes.fromhex(facts.tokenizer_sha256),
         chat_template_sha256=bytes.fromhex(facts.template_sha256),
         chain_sha256=captured.chain_sha256,
-        create_time=convert.timestamp(rollout.created),
+        create_time=times.timestamp(rollout.created),
         task_id=opening.task_id or "",
     )
     if rollout.closed is not None:
-        head.end_time.CopyFrom(convert.timestamp(rollout.closed))
+        head.end_time.CopyFrom(times.timestamp(rollout.closed))
     return head
 
 

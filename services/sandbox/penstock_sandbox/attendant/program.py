@@ -30,6 +30,7 @@ PARTS = (
     "penstock_sandbox.attendant.server",
     "penstock_sandbox.attendant.nursery",
     "penstock_sandbox.attendant.main",
+    "penstock_sandbox.spawner.dying",
     "penstock_sandbox.spawner.files",
     "penstock_sandbox.spawner.descents",
     "penstock_sandbox.spawner.trees",

@@ -14,6 +14,8 @@ import resource
 import struct
 from typing import Iterator, List, Optional, Tuple
 
+from penstock_sandbox.spawner import dying
+
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
@@ -41,7 +43,6 @@ _PR_SET_SECUREBITS = 28
 _PR_SET_NO_NEW_PRIVS = 38
 _SECBIT_NO_SETUID_FIXUP = 1 << 2
 _SECCOMP_MODE_FILTER = 2
-_PF_EXITING = 0x4
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 _SYS_PIDFD_OPEN = 434  # the same on every architecture
 
@@ -206,18 +207,8 @@ class Life:
         """Readable when it has ended; None where the kernel has no such thing."""
 
     def ends(self) -> bool:
-        """Whether it is dying, which kills all others: the kernel flags it before it does so."""
-        try:
-            stat = os.open("%d/stat" % self._pid, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
-        except FileNotFoundError:
-            return True
-        try:
-            fields = os.read(stat, 4096).rpartition(b")")[2].split()
-        except ProcessLookupError:
-            return True
-        finally:
-            os.close(stat)
-        return bool(int(fields[6]) & _PF_EXITING)
+        """Whether it is dying, which kills all others."""
+        return dying.is_dying(self._proc, self._pid)
 
 
 class Workload:

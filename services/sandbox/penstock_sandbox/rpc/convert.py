@@ -6,12 +6,8 @@ an InvalidArgument that names the field.
 
 from __future__ import annotations
 
-import math
-
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from penstock.sandbox.v1 import file_service_pb2, process_service_pb2, sandbox_pb2, sandbox_service_pb2
+from penstock_chassis import times
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_sandbox.model import (
     BackendInfo,
@@ -44,23 +40,6 @@ def refuse(field: str, description: str) -> InvalidArgument:
     return InvalidArgument(
         f"{field}: {description}", reason="INVALID_REQUEST", violations=[Violation(field, description)]
     )
-
-
-def timestamp(seconds: float) -> Timestamp:
-    """Seconds since the epoch as a proto."""
-    whole = math.floor(seconds)
-    return Timestamp(seconds=whole, nanos=int((seconds - whole) * 1e9))
-
-
-def duration(seconds: float) -> Duration:
-    """Seconds, not negative, as a proto."""
-    whole = math.floor(seconds)
-    return Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))
-
-
-def seconds(value: Duration) -> float:
-    """A proto duration as seconds."""
-    return value.seconds + value.nanos / 1e9
 
 
 def page_size(asked: int) -> int:
@@ -133,7 +112,7 @@ def spec_from(spec: sandbox_pb2.SandboxSpec) -> SandboxSpec:
         env=dict(spec.env),
         toolbox_ids=tuple(spec.toolbox_ids),
         user=spec.user,
-        lease_s=seconds(spec.lease) if spec.HasField("lease") else None,
+        lease_s=times.seconds(spec.lease) if spec.HasField("lease") else None,
         labels=dict(spec.labels),
         own_kernel=spec.own_kernel,
     )
@@ -150,7 +129,7 @@ def spec_to(spec: SandboxSpec) -> sandbox_pb2.SandboxSpec:
         env=spec.env,
         toolbox_ids=spec.toolbox_ids,
         user=spec.user,
-        lease=duration(spec.lease_s) if spec.lease_s is not None else None,
+        lease=times.duration(spec.lease_s) if spec.lease_s is not None else None,
         labels=spec.labels,
         own_kernel=spec.own_kernel,
     )
@@ -184,8 +163,8 @@ def sandbox_to(sandbox: Sandbox) -> sandbox_pb2.Sandbox:
         sandbox_id=sandbox.id,
         state=_STATES[sandbox.state],
         spec=spec_to(sandbox.spec),
-        create_time=timestamp(sandbox.created_at),
-        expire_time=timestamp(sandbox.expires_at),
+        create_time=times.timestamp(sandbox.created_at),
+        expire_time=times.timestamp(sandbox.expires_at),
         home=sandbox.home,
         workdir=sandbox.workdir,
         lost_reason=sandbox.lost_reason,
@@ -223,10 +202,10 @@ def backend_to(info: BackendInfo) -> sandbox_pb2.Backend:
         capabilities=capabilities_to(info.capabilities),
         is_default=info.is_default,
         max_sandboxes=info.max_sandboxes,
-        default_lease=duration(info.default_lease_s),
-        max_lease=duration(info.max_lease_s),
+        default_lease=times.duration(info.default_lease_s),
+        max_lease=times.duration(info.max_lease_s),
         default_resources=resources_to(info.default_resources),
-        max_lifetime=duration(info.max_lifetime_s) if info.max_lifetime_s is not None else None,
+        max_lifetime=times.duration(info.max_lifetime_s) if info.max_lifetime_s is not None else None,
         max_sandboxes_per_owner=info.max_sandboxes_per_owner,
     )
 
@@ -249,7 +228,7 @@ def snapshot_to(snapshot: Snapshot) -> sandbox_service_pb2.Snapshot:
         snapshot_id=snapshot.id,
         key=snapshot.key,
         backend=snapshot.backend,
-        create_time=timestamp(snapshot.created_at),
+        create_time=times.timestamp(snapshot.created_at),
         size_bytes=snapshot.size,
         fork_kind=_FORKS[snapshot.fork],
     )
@@ -270,7 +249,7 @@ def command_from(command: process_service_pb2.Command, field: str) -> Command:
         secret_env=dict(command.secret_env),
         cwd=command.cwd,
         user=command.user,
-        timeout_s=seconds(command.timeout) if command.HasField("timeout") else None,
+        timeout_s=times.seconds(command.timeout) if command.HasField("timeout") else None,
     )
 
 
@@ -280,7 +259,7 @@ def command_to(command: Command) -> process_service_pb2.Command:
         env=command.env,
         cwd=command.cwd,
         user=command.user,
-        timeout=duration(command.timeout_s) if command.timeout_s is not None else None,
+        timeout=times.duration(command.timeout_s) if command.timeout_s is not None else None,
     )
     if command.shell is not None:
         answer.shell = command.shell
@@ -297,13 +276,13 @@ def exit_to(ended: Exit) -> process_service_pb2.Exit:
     answer = process_service_pb2.Exit(
         reason=_REASONS[ended.reason],
         message=ended.message,
-        duration=duration(ended.duration_s),
-        cpu_time=duration(ended.cpu_s) if ended.cpu_s is not None else None,
+        duration=times.duration(ended.duration_s),
+        cpu_time=times.duration(ended.cpu_s) if ended.cpu_s is not None else None,
         max_rss_bytes=ended.peak_bytes,
         stdout_truncated=ended.stdout_truncated,
         stderr_truncated=ended.stderr_truncated,
         pipes_open=ended.pipes_open,
-        end_time=timestamp(ended.ended_at),
+        end_time=times.timestamp(ended.ended_at),
         stdout_bytes=ended.stdout_bytes,
         stderr_bytes=ended.stderr_bytes,
     )
@@ -319,7 +298,7 @@ def process_to(process: Process) -> process_service_pb2.Process:
     return process_service_pb2.Process(
         process_id=process.spec.id,
         command=command_to(process.spec.command),
-        start_time=timestamp(process.started_at),
+        start_time=times.timestamp(process.started_at),
         exit=exit_to(process.exit) if process.exit is not None else None,
         pty=process.spec.pty is not None,
         stdin_offset=process.stdin_offset,
@@ -354,6 +333,6 @@ def file_to(info: FileInfo) -> file_service_pb2.FileInfo:
         kind=_KINDS[info.kind],
         size_bytes=info.size,
         mode=info.mode,
-        modify_time=timestamp(info.modified_at),
+        modify_time=times.timestamp(info.modified_at),
         link_target=text(info.target),
     )

@@ -12,6 +12,7 @@ import grpc
 
 from penstock.sandbox.v1 import sandbox_service_pb2 as pb
 from penstock.sandbox.v1 import sandbox_service_pb2_grpc
+from penstock_chassis import times
 from penstock_chassis.errors import PenstockError
 from penstock_sandbox import files
 from penstock_sandbox.forks import Forks
@@ -82,8 +83,8 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
         return pb.DeleteSandboxesResponse(sandbox_ids=await self._sandboxes.delete_labelled(dict(request.labels)))
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Context) -> pb.RenewLeaseResponse:  # noqa: N802
-        ends_at = await self._sandboxes.renew(request.sandbox_id, convert.seconds(request.lease))
-        return pb.RenewLeaseResponse(expire_time=convert.timestamp(ends_at))
+        ends_at = await self._sandboxes.renew(request.sandbox_id, times.seconds(request.lease))
+        return pb.RenewLeaseResponse(expire_time=times.timestamp(ends_at))
 
     async def ListBackends(self, request: pb.ListBackendsRequest, context: Context) -> pb.ListBackendsResponse:  # noqa: N802
         return pb.ListBackendsResponse(backends=map(convert.backend_to, self._sandboxes.backends()))

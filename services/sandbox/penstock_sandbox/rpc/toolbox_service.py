@@ -9,6 +9,7 @@ import grpc
 
 from penstock.sandbox.v1 import toolbox_service_pb2 as pb
 from penstock.sandbox.v1 import toolbox_service_pb2_grpc
+from penstock_chassis import times
 from penstock_sandbox.model import Runtime, RuntimeKind, Toolbox, ToolboxFile, ToolboxSpec
 from penstock_sandbox.rpc import convert
 from penstock_sandbox.rpc.pages import page
@@ -68,5 +69,5 @@ def _toolbox(toolbox: Toolbox) -> pb.Toolbox:
         name=toolbox.name,
         mount_path=toolbox.mount_path,
         size_bytes=toolbox.size,
-        create_time=convert.timestamp(toolbox.created_at),
+        create_time=times.timestamp(toolbox.created_at),
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from penstock.sandbox.v1 import sandbox_service_pb2 as pb
+from penstock_chassis import times
 from penstock_chassis.errors import PenstockError
 from penstock_sandbox.model import Sandbox, Stats
 from penstock_sandbox.rpc import convert
@@ -22,7 +23,7 @@ DEFAULT_MOST: Final = 200
 
 def terms_from(request: pb.WatchSandboxesRequest) -> tuple[float, int]:
     """Seconds between two messages, and the most that are told. Raises InvalidArgument."""
-    interval = convert.seconds(request.interval) if request.HasField("interval") else DEFAULT_INTERVAL_S
+    interval = times.seconds(request.interval) if request.HasField("interval") else DEFAULT_INTERVAL_S
     most = request.most if request.HasField("most") else DEFAULT_MOST
     if not 1.0 <= interval <= 60.0:
         raise convert.refuse("interval", "1 s to 1 min")
@@ -54,6 +55,6 @@ def stats_to(stats: Stats) -> pb.GetStatsResponse:
         memory_bytes=stats.memory_bytes,
         memory_peak_bytes=stats.memory_peak_bytes,
         pids=stats.pids,
-        cpu_time=convert.duration(stats.cpu_s) if stats.cpu_s is not None else None,
+        cpu_time=times.duration(stats.cpu_s) if stats.cpu_s is not None else None,
         disk_bytes=stats.disk_bytes,
     )

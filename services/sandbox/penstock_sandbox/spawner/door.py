@@ -32,13 +32,12 @@ import termios
 import time
 from collections.abc import Callable
 
-from penstock_sandbox.spawner import files, syscalls, trees, wire
+from penstock_sandbox.spawner import dying, files, syscalls, trees, wire
 
 _KILL_DEADLINE_S = 10.0
 # Longest that the answer to a start waits for the end. Meanwhile a pipe's worth of output waits too.
 _LINGER_MS = 2
 _OOM_BIAS = 500
-_PF_EXITING = 0x4
 # More slows programs that close every number that could be open.
 _OPEN_FILES = 65_536
 _RESET_SIGNALS = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -149,7 +148,11 @@ class Door:
 
     def _exit(self, pid: int, status: int, usage: resource.struct_rusage) -> wire.Message | None:
         """What a process's end was; None when it was no end of its own and is told with the sandbox's."""
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and self._sandbox_ends():
+        if (
+            os.WIFSIGNALED(status)
+            and os.WTERMSIG(status) == signal.SIGKILL
+            and dying.is_dying(self._host_proc, self._first_pid)
+        ):
             return None
         # posix_spawn shares the door's memory until the program runs, and that counts: at or under the door's own peak
         # the figure says nothing.
@@ -161,20 +164,6 @@ class Door:
             "cpu_s": usage.ru_utime + usage.ru_stime,
             "peak_bytes": usage.ru_maxrss * 1024 if usage.ru_maxrss > floor else None,
         }
-
-    def _sandbox_ends(self) -> bool:
-        """Whether the first process is dying, which kills all others: the kernel flags it before it does so."""
-        try:
-            stat = os.open(f"{self._first_pid}/stat", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._host_proc)
-        except FileNotFoundError:
-            return True
-        try:
-            fields = os.read(stat, 4096).rpartition(b")")[2].split()
-        except ProcessLookupError:
-            return True
-        finally:
-            os.close(stat)
-        return bool(int(fields[6]) & _PF_EXITING)
 
     def _start(self, request: wire.Message, descriptors: list[int]) -> Reply:
         environment: dict[str, str] = request["env"]

@@ -58,13 +58,9 @@ class AgentsClient:
     async def list(self) -> AsyncGenerator[Agent, None]:
         """All agents by name: what can be asked for."""
         request = pb.ListAgentsRequest()
-        while True:
-            answer = await self._service.call(self._stub.ListAgents, request, repeatable=True)
-            for item in answer.agents:
+        async for page in self._service.pages(self._stub.ListAgents, request):
+            for item in page.agents:
                 yield _agent(item)
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
 
     async def get(self, name: str, *, spec_sha256: str = "") -> Agent:
         """One agent; an older version of it by its digest. Raises NotFound `AGENT_UNKNOWN`."""

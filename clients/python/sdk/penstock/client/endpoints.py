@@ -227,7 +227,11 @@ def is_local(address: str) -> bool:
     """Whether what is sent to an address stays on this machine; a name other than localhost may be anybody's."""
     if address.startswith("unix:"):
         return True
-    host = address.rpartition(":")[0].strip("[]")
+    return is_loopback(address.rpartition(":")[0].strip("[]"))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine itself; a name other than localhost may be anybody's."""
     if host == "localhost":
         return True
     try:

@@ -308,15 +308,8 @@ class InferenceClient:
         Raises:
             Unsupported: `CAPABILITY_MISSING`.
         """
-        found: list[Adapter] = []
-        token = ""
-        while True:
-            request = pb.ListAdaptersRequest(page_token=token)
-            page = await self._service.call(self._stub.ListAdapters, request, repeatable=True)
-            found += map(weights.adapter_from, page.adapters)
-            token = page.next_page_token
-            if not token:
-                return found
+        pages = self._service.pages(self._stub.ListAdapters, pb.ListAdaptersRequest())
+        return [weights.adapter_from(item) async for page in pages for item in page.adapters]
 
     async def report_gap(self, report: GapReport) -> None:
         """Tells the service the gap of each version that a report names, for whoever watches it.

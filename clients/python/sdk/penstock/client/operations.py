@@ -185,9 +185,8 @@ class OperationsClient:
         stub = sandbox_service_pb2_grpc.SandboxServiceStub(service.channel)
         request = sandbox_service_pb2.ListSandboxesRequest()
         found: dict[str, _Made] = {}
-        while True:
-            answer = await service.call(stub.ListSandboxes, request, timeout=_CALL_S, repeatable=True)
-            for item in answer.sandboxes:
+        async for page in service.pages(stub.ListSandboxes, request, timeout=_CALL_S):
+            for item in page.sandboxes:
                 making = item.state == sandbox_pb2.SANDBOX_STATE_CREATING
                 labels = item.spec.labels
                 made = _Made(
@@ -197,21 +196,14 @@ class OperationsClient:
                 )
                 if not making and (made.rollout_id or made.terminal_id):
                     found[item.sandbox_id] = made
-            if not answer.next_page_token:
-                return found
-            request.page_token = answer.next_page_token
+        return found
 
     async def _running(self) -> set[str]:
         service = self._services["driver"]
         stub = rollout_service_pb2_grpc.RolloutServiceStub(service.channel)
         request = rollout_service_pb2.ListRolloutsRequest(filter=rollout_service_pb2.RolloutFilter(ended=False))
-        found: set[str] = set()
-        while True:
-            answer = await service.call(stub.ListRollouts, request, timeout=_CALL_S, repeatable=True)
-            found.update(item.rollout_id for item in answer.rollouts)
-            if not answer.next_page_token:
-                return found
-            request.page_token = answer.next_page_token
+        pages = service.pages(stub.ListRollouts, request, timeout=_CALL_S)
+        return {item.rollout_id async for page in pages for item in page.rollouts}
 
     async def _knows(self, rollout_id: str) -> bool:
         service = self._services["driver"]

@@ -192,13 +192,9 @@ class RolloutsClient:
     ) -> AsyncGenerator[results.Rollout, None]:
         """Rollouts that match every condition given, newest first."""
         request = pb.ListRolloutsRequest(filter=_filter(run_id, group_id, labels, ended, task_id, agent))
-        while True:
-            answer = await self._driver.service.call(self._driver.stub.ListRollouts, request, repeatable=True)
-            for item in answer.rollouts:
+        async for page in self._driver.service.pages(self._driver.stub.ListRollouts, request):
+            for item in page.rollouts:
                 yield wire_results.rollout(item)
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
 
     async def watch(
         self,
@@ -324,13 +320,9 @@ class GroupsClient:
     async def list(self, *, run_id: str | None = None) -> AsyncGenerator[results.Group, None]:
         """Groups, newest first."""
         request = pb.ListGroupsRequest(run_id=run_id)
-        while True:
-            answer = await self._driver.service.call(self._driver.stub.ListGroups, request, repeatable=True)
-            for item in answer.groups:
+        async for page in self._driver.service.pages(self._driver.stub.ListGroups, request):
+            for item in page.groups:
                 yield wire_results.group(item)
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
 
 
 async def _create_group(

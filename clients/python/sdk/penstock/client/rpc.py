@@ -8,7 +8,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 import grpc
 
@@ -118,6 +118,19 @@ class Service:
             await asyncio.sleep(delay)
         raise AssertionError("the last attempt returns or raises")
 
+    def pages(self, method: "Unary[Q, A]", request: Q, *, timeout: float | None = 30.0) -> AsyncIterator[A]:
+        """The pages of a list, each asked for when it is wanted: a call each, repeated as a read.
+
+        Args:
+            method: of a stub; its request has a `page_token`, its answer a `next_page_token`.
+            request: for the first page; it is changed for those that follow.
+            timeout: seconds for each attempt at a page; None = no limit.
+
+        Raises:
+            PenstockError: what the service answered with.
+        """
+        return _Pages(self, method, request, timeout)
+
     async def stream(
         self, method: "UnaryStream[Q, A]", request: Q, *, timeout: float | None = None
     ) -> AsyncGenerator[A, None]:
@@ -206,6 +219,29 @@ class Service:
                 if source.failure is None or (task is not None and task.cancelling()):
                     raise
                 raise source.failure from None
+
+
+class _Pages(Generic[Q, A]):
+    """Holds nothing between two pages: who has seen enough just leaves."""
+
+    def __init__(self, service: Service, method: "Unary[Q, A]", request: Q, timeout: float | None) -> None:
+        self._service = service
+        self._method = method
+        self._request: Any = request
+        self._timeout = timeout
+        self._is_over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> A:
+        if self._is_over:
+            raise StopAsyncIteration
+        page: Any = await self._service.call(self._method, self._request, timeout=self._timeout, repeatable=True)
+        self._request.page_token = page.next_page_token
+        self._is_over = not page.next_page_token
+        answer: A = page
+        return answer
 
 
 class _Source(Generic[Q]):

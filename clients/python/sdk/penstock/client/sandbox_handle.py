@@ -146,13 +146,9 @@ class SandboxHandle:
     async def files(self, path: str = ".") -> AsyncGenerator[FileInfo, None]:
         """A directory's entries by name."""
         request = file_service_pb2.ListRequest(sandbox_id=self.sandbox_id, path=path)
-        while True:
-            answer = await self._data.call(self._files.List, request, repeatable=True)
-            for item in answer.entries:
+        async for page in self._data.pages(self._files.List, request):
+            for item in page.entries:
                 yield wire_sandboxes.file_info(item)
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
 
     async def remove(self, path: str, *, recursive: bool = False) -> None:
         """Removes a file or, recursively, a directory. What does not exist is a success."""

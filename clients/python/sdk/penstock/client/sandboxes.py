@@ -102,13 +102,9 @@ class SandboxesClient:
     async def snapshots(self) -> AsyncGenerator[Snapshot, None]:
         """The snapshots that there are, newest first."""
         request = pb.ListSnapshotsRequest()
-        while True:
-            answer = await self._service.call(self._stub.ListSnapshots, request, repeatable=True)
-            for item in answer.snapshots:
+        async for page in self._service.pages(self._stub.ListSnapshots, request):
+            for item in page.snapshots:
                 yield wire_sandboxes.snapshot(item)
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
 
     async def delete_snapshot(self, snapshot_id: str) -> None:
         """Forgets a snapshot; sandboxes made from it live on. Idempotent."""
@@ -130,13 +126,9 @@ class SandboxesClient:
     async def list(self, *, labels: Mapping[str, str] | None = None) -> AsyncGenerator[tuple[str, str], None]:
         """Ids and states (creating, ready, paused, lost) of the sandboxes that have all these labels, newest first."""
         request = pb.ListSandboxesRequest(labels=labels or {})
-        while True:
-            answer = await self._service.call(self._stub.ListSandboxes, request, repeatable=True)
-            for item in answer.sandboxes:
+        async for page in self._service.pages(self._stub.ListSandboxes, request):
+            for item in page.sandboxes:
                 yield item.sandbox_id, wire.word(sandbox_pb2.SandboxState, item.state, "SANDBOX_STATE_")
-            if not answer.next_page_token:
-                return
-            request.page_token = answer.next_page_token
 
     async def backends(self) -> Sequence[Backend]:
         """What the service's backends can do on its machine."""

@@ -18,7 +18,7 @@ import json
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -26,9 +26,10 @@ from penstock.client import sync
 from penstock.client.chat import Tool
 from penstock.client.endpoints import Target, Tls
 from penstock.client.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
-from penstock.client.tasks import Command, SandboxChoice, Task, Verifier
+from penstock.client.tasks import Command, SandboxChoice, Task
 from penstock.client.terminals import Observation, Terminal
-from penstock.client.terminus_calls import TOOL_NAME, TerminalToolCall, answer_problem, command_problem
+from penstock.client.terminus_calls import TOOL_NAME, TerminalToolCall, call_problem
+from penstock.client.terminus_tasks import as_task, sandbox_of
 
 TERMINAL_TOOL: Final = Tool(
     name=TOOL_NAME,
@@ -53,16 +54,6 @@ _USAGE: Final = (
 _CLOSED: Final = "the session is closed"
 _POLICYS: Final = frozenset({"EPISODE_ENDED", "STEP_INVALID", "STEP_LIMIT"})
 """Refusals of what a policy did, which are for it to read."""
-_INSTRUCTIONS: Final = ("instruction", "prompt", "question", "task")
-_SETUP: Final = ("setup", "setup_scripts")
-_VERIFY: Final = ("verify", "verify_scripts")
-_REFUSED: Final = {
-    "sandbox_root": "where sandboxes are is the operator's setting `state_dir`",
-    "sandbox_flavor": "give the factory a SandboxChoice with resources",
-    "hf_sandbox_flavor": "give the factory a SandboxChoice with resources",
-    "forward_hf_token": "nothing of this machine's environment reaches a sandbox",
-}
-"""Keys of the predecessor's tasks that mean nothing here, and what to do instead (R65)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,76 +343,6 @@ def terminus_reward(completions: Sequence[Sequence[Mapping[str, Any]] | str], **
             raise InvalidArgument("env_reward has not one value for each completion", reason="TERMINUS_REWARD")
         return [_reward(value) for value in column]
     return [_last_reward(completion) for completion in completions]
-
-
-def as_task(
-    task: Any, default_setup: Sequence[str | Command] = (), default_verify: Sequence[str | Command] = ()
-) -> Task:
-    """The task that a trainer's prompt means; see `TerminusSessionFactory.create`."""
-    if isinstance(task, Task):
-        return task
-    given: Mapping[str, Any] = task if isinstance(task, Mapping) else {}
-    for key, instead in _REFUSED.items():
-        if given.get(key):
-            raise InvalidArgument(f"{key}: {instead}", reason="TERMINUS_TASK")
-    verify = _commands(_first(given, _VERIFY, default_verify))
-    return Task(
-        task_id=str(given.get("task_id", "terminus")),
-        instruction=_instruction(_first(given, _INSTRUCTIONS, None) if given else task),
-        setup=_commands(_first(given, _SETUP, default_setup)),
-        verifier=Verifier(commands=verify) if verify else None,
-    )
-
-
-def _instruction(given: Any) -> str:
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
-        said = [m.get("content") for m in given if isinstance(m, Mapping) and m.get("role") == "user"]
-        given = said[-1] if said else None
-    if not isinstance(given, str) or not given.strip():
-        raise InvalidArgument(
-            "expected an instruction, chat messages with one of the user, a mapping with an instruction, or a Task",
-            reason="TERMINUS_TASK",
-        )
-    return given
-
-
-def _commands(given: Any) -> list[Command]:
-    items = [given] if isinstance(given, str | Command) else given
-    if not isinstance(items, Sequence) or not all(isinstance(item, str | Command) for item in items):
-        raise InvalidArgument("setup and verify are lists of shell commands", reason="TERMINUS_TASK")
-    return [item if isinstance(item, Command) else Command(shell=item) for item in items]
-
-
-def sandbox_of(
-    task: Mapping[str, Any], sandbox: SandboxChoice, wall_time: float | None
-) -> tuple[SandboxChoice, float | None]:
-    """Where a mapping's episode is, and for how long: what it says goes before the arguments."""
-    backend = _first(task, ("sandbox_backend",), sandbox.backend)
-    image = _first(task, ("sandbox_image", "hf_sandbox_image"), sandbox.image)
-    timeout = _first(task, ("sandbox_timeout", "hf_sandbox_timeout"), wall_time)
-    if isinstance(timeout, str):
-        raise InvalidArgument("sandbox_timeout: give seconds", reason="TERMINUS_TASK")
-    return replace(sandbox, backend=backend, image=image), timeout
-
-
-def _first(given: Mapping[str, Any], names: Sequence[str], default: Any) -> Any:
-    return next((given[name] for name in names if given.get(name) is not None), default)
-
-
-def call_problem(name: str, arguments: Mapping[str, Any]) -> str:
-    """What is wrong with a call of the tool; empty = nothing."""
-    command, answer = arguments.get("command"), arguments.get("final_answer")
-    if name != TOOL_NAME:
-        return f"there is no tool {name!r}: the tool is {TOOL_NAME}"
-    if unknown := sorted(set(arguments) - {"command", "final_answer"}):
-        return f"{TOOL_NAME} does not take {', '.join(unknown)}"
-    if any(value is not None and not isinstance(value, str) for value in (command, answer)):
-        return "command and final_answer are texts"
-    if command and answer:
-        return "there are a command and a final answer: give one of the two"
-    if not command and answer is None:
-        return "give a command or a final answer"
-    return command_problem(command) if command else answer_problem(answer or "")
 
 
 def _last_reward(completion: Sequence[Mapping[str, Any]] | str) -> float | None:

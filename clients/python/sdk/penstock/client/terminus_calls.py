@@ -233,6 +233,22 @@ def _one_of(found: Mapping[str, Any]) -> dict[str, str]:
     return {"final_answer": answer}
 
 
+def call_problem(name: str, arguments: Mapping[str, Any]) -> str:
+    """What is wrong with a call of the tool; empty = nothing."""
+    command, answer = arguments.get("command"), arguments.get("final_answer")
+    if name != TOOL_NAME:
+        return f"there is no tool {name!r}: the tool is {TOOL_NAME}"
+    if unknown := sorted(set(arguments) - {"command", "final_answer"}):
+        return f"{TOOL_NAME} does not take {', '.join(unknown)}"
+    if any(value is not None and not isinstance(value, str) for value in (command, answer)):
+        return "command and final_answer are texts"
+    if command and answer:
+        return "there are a command and a final answer: give one of the two"
+    if not command and answer is None:
+        return "give a command or a final answer"
+    return command_problem(command) if command else answer_problem(answer or "")
+
+
 def command_problem(command: str) -> str:
     """Why no shell can be given a text; empty = it can."""
     if not command.strip():

@@ -5,7 +5,6 @@ dashboard's own is refused before anything else is looked at, so that no other s
 own (DNS rebinding).
 """
 
-import ipaddress
 import ssl
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
@@ -17,7 +16,7 @@ from urllib.parse import quote, urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from penstock.client.endpoints import DEFAULT_DASHBOARD_PORT, Endpoints
+from penstock.client.endpoints import DEFAULT_DASHBOARD_PORT, Endpoints, is_loopback
 from penstock.client.errors import ConfigurationError
 from penstock.dashboard import pages
 from penstock.dashboard.gateway import Bounds, Gateway
@@ -46,7 +45,7 @@ class Place:
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):
             raise ConfigurationError("A certificate needs its key, and a key its certificate.", reason="DASHBOARD_TLS")
-        if self.cert is None and not _is_loopback(self.host):
+        if self.cert is None and not is_loopback(self.host):
             raise ConfigurationError(
                 f"{self.host} is reachable from outside this machine, and the page's token would travel in clear: give"
                 " a certificate and its key, or keep 127.0.0.1 and reach it through `ssh -L`.",
@@ -163,12 +162,3 @@ def _authority(origin: str) -> str:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

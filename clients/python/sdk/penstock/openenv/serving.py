@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from pathlib import Path
 from aiohttp import web
 
 from penstock.client.connection import Penstock
+from penstock.client.endpoints import is_loopback
 from penstock.client.errors import ConfigurationError
 from penstock.openenv.app import application
 from penstock.openenv.arguments import Defaults
@@ -38,7 +38,7 @@ class Listen:
             raise _refused("the token is blank, or has blanks around it")
         if (self.cert is None) != (self.key is None):
             raise _refused("a certificate and its key go together")
-        if not _is_loopback(self.host) and (self.token is None or self.cert is None):
+        if not is_loopback(self.host) and (self.token is None or self.cert is None):
             raise _refused(f"{self.host} is reachable from elsewhere: that needs a token and a certificate")
 
     def tls(self) -> ssl.SSLContext | None:
@@ -77,15 +77,6 @@ async def serving(
         yield f"{'https' if tls else 'http'}://{shown}:{port}"
     finally:
         await runner.cleanup()
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _refused(message: str) -> ConfigurationError:

@@ -16,7 +16,9 @@ from penstock.client.connection import Penstock
 from penstock.client.errors import FailedPrecondition, InvalidArgument, PenstockError
 from penstock.client.tasks import SandboxChoice
 from penstock.client.terminals import Observation, TerminalHandle
-from penstock.client.terminus import TERMINAL_TOOL, as_task, call_problem, sandbox_of
+from penstock.client.terminus import TERMINAL_TOOL
+from penstock.client.terminus_calls import call_problem
+from penstock.client.terminus_tasks import as_task, sandbox_of
 from penstock.openenv.rollouts import CANCEL_S, CommandResult, command_result, see_through
 
 TOOL: Final = TERMINAL_TOOL.name

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.attended.pipe import Armoured, Pipe
 from penstock_sandbox.backends.hf import bootstrap, poller
-from penstock_sandbox.backends.hf.client import HfOptions, Jobs, Outcome, Remote, explain, failed
+from penstock_sandbox.backends.hf.client import HfOptions, Jobs, Outcome, Remote, explain, failed, signed_in
 from penstock_sandbox.backends.hf.pipes import Feed, SplitPipe
 from penstock_sandbox.backends.hf.threads import Threads
 
@@ -56,13 +55,7 @@ class ClassicClient:
     async def open(self) -> str:
         if self._options.namespace:
             return "hf-sandbox cannot choose a namespace: unset hf_namespace, or set hf_client to hub"
-        try:
-            return await self._threads.ask(self._load)
-        except Exception as error:
-            problem = failed("the token's name was not told", error, self._options.token)
-            if isinstance(problem, FailedPrecondition):
-                return f"Hugging Face refused the token: {problem.message}"
-            raise problem from error
+        return await signed_in(self._threads.ask(self._load), self._options.token)
 
     def _load(self) -> str:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"

@@ -8,7 +8,7 @@ Invariants
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -181,3 +181,14 @@ def failed(what: str, error: BaseException, token: str) -> PenstockError:
     if status == 429:
         return ResourceExhausted(message, reason="SANDBOX_LIMIT", retry_after_s=_RETRY_S)
     return Unavailable(message, reason="CREATE_FAILED", retry_after_s=_RETRY_S)
+
+
+async def signed_in(loading: Awaitable[str], token: str) -> str:
+    """What is missing to work with ``token``; empty: nothing. ``loading`` loads the SDK and asks whose it is."""
+    try:
+        return await loading
+    except Exception as error:
+        problem = failed("the token's name was not told", error, token)
+        if isinstance(problem, FailedPrecondition):
+            return f"Hugging Face refused the token: {problem.message}"
+        raise problem from error

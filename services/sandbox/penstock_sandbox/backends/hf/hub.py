@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.backends.attended.pipe import Armoured, Pipe
-from penstock_sandbox.backends.hf.client import HfOptions, Jobs, Outcome, Remote, explain, failed
+from penstock_sandbox.backends.hf.client import HfOptions, Jobs, Outcome, Remote, explain, failed, signed_in
 from penstock_sandbox.backends.hf.pipes import Feed, SplitPipe
 from penstock_sandbox.backends.hf.threads import Threads
 
@@ -52,13 +51,7 @@ class HubClient:
         self._abandoned: set[asyncio.Task[None]] = set()
 
     async def open(self) -> str:
-        try:
-            return await self._threads.ask(self._load)
-        except Exception as error:
-            problem = failed("the token's name was not told", error, self._options.token)
-            if isinstance(problem, FailedPrecondition):
-                return f"Hugging Face refused the token: {problem.message}"
-            raise problem from error
+        return await signed_in(self._threads.ask(self._load), self._options.token)
 
     def _load(self) -> str:
         # Read when the SDK is first imported.
