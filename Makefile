@@ -196,7 +196,7 @@ $(TS_STAMP): clients/typescript/package-lock.json | $(STAMP)
 	@$(NODE) npm ci --prefix clients/typescript --no-audit --no-fund --loglevel error
 	@touch $@
 
-$(GO_STAMP): clients/golang.py clients/go/go.mod | $(STAMP)
+$(GO_STAMP): clients/golang.py clients/go/toolchain.txt clients/go/go.mod | $(STAMP)
 	@echo "== installing Go and the sources of the Go client's modules (once)"
 	@$(BIN)/python -m clients.golang install
 

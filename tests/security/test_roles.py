@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
 from google.rpc import error_details_pb2, status_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.stack import OBSERVER_TOKEN, Running
 
-_MODULES: Final = (
-    "sandbox.v1.sandbox_service",
-    "sandbox.v1.process_service",
-    "sandbox.v1.file_service",
-    "sandbox.v1.toolbox_service",
-    "driver.v1.agent_service",
-    "driver.v1.rollout_service",
-    "driver.v1.terminal_service",
-    "interception.v1.rollout_gate_service",
-    "interception.v1.intercept_service",
-    "inference.v1.inference_service",
-)
+_PROTOS: Final = Path(__file__).resolve().parents[2] / "protos"
+_SERVICES: Final = ("sandbox", "driver", "interception", "inference")
+_BESIDE: Final = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+"""What every service has and no proto of ours."""
 
 _OBSERVER_MAY: Final = {
     "penstock.sandbox.v1.SandboxService": (
@@ -39,13 +33,15 @@ _OBSERVER_MAY: Final = {
     "penstock.interception.v1.RolloutGateService": "GetRollout ListRollouts GetCapture WatchCalls WatchGate",
     "penstock.interception.v1.InterceptService": "ListCalls GetCall",
     "penstock.inference.v1.InferenceService": "GetInfo GetTokenizer ListAdapters WatchStats",
+    "penstock.ops.v1.OperationsService": "GetStatus",
 }
 """docs/interfaces.md: an observer reads lists, states, events and trajectories. Whatever is not here is refused."""
 
 
 def _methods() -> Iterator[MethodDescriptor]:
-    for name in _MODULES:
-        module: Any = importlib.import_module(f"penstock.{name}_pb2")
+    for path in sorted(_PROTOS.rglob("*.proto")):
+        name = ".".join(path.relative_to(_PROTOS).with_suffix("").parts)
+        module: Any = importlib.import_module(f"{name}_pb2")
         for service in module.DESCRIPTOR.services_by_name.values():
             yield from service.methods
 
@@ -57,16 +53,24 @@ def _name(method: MethodDescriptor) -> str:
 METHODS: Final = {_name(method): method for method in _methods()}
 
 
+def _servers(name: str) -> tuple[str, ...]:
+    """Who serves it: the service whose package it is in, or each of the four."""
+    package = name.split(".")[1]
+    return (package,) if package in _SERVICES else _SERVICES
+
+
+SERVED: Final = [(server, name) for name in METHODS for server in _servers(name)]
+
+
 def _allowed_to_observers(name: str) -> bool:
     service, _, method = name.partition("/")
     return method in _OBSERVER_MAY.get(service, "").split()
 
 
-async def _refusal(running: Running, name: str, *tokens: str) -> tuple[grpc.StatusCode, str]:
+async def _refusal(running: Running, server: str, name: str, *tokens: str) -> tuple[grpc.StatusCode, str]:
     """Code and reason of the refusal of an empty request."""
     method = METHODS[name]
-    package = name.split(".")[1]
-    async with grpc.aio.insecure_channel(running.stack.address(package)) as channel:  # type: ignore[arg-type]
+    async with grpc.aio.insecure_channel(running.stack.address(server)) as channel:  # type: ignore[arg-type]
         metadata = tuple(("authorization", f"Bearer {token}") for token in tokens)
         calls: dict[tuple[bool, bool], Any] = {
             (False, False): channel.unary_unary,
@@ -105,23 +109,36 @@ def test_the_table_names_only_methods_that_exist() -> None:
     assert len(METHODS) > 60
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("service", _SERVICES)
+async def test_what_a_service_really_serves_is_in_these_tests(stack: Running, service: Any) -> None:
+    """R6: asked by reflection, so that a service that somebody adds is not served untested."""
+    credential = (("authorization", f"Bearer {stack.stack.operator_token}"),)
+    async with grpc.aio.insecure_channel(stack.stack.address(service)) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        answer = await stub.ServerReflectionInfo(asked, metadata=credential, timeout=20).read()
+        served = {each.name for each in answer.list_services_response.service}
+    tested = {name.partition("/")[0] for server, name in SERVED if server == service}
+    assert served - _BESIDE == tested
+
+
+@pytest.mark.parametrize(("server", "name"), SERVED)
 async def test_an_rpc_without_a_valid_token_is_refused_before_its_request_is_looked_at(
-    stack: Running, name: str
+    stack: Running, server: str, name: str
 ) -> None:
     """R3, R5, R6, R14"""
     unauthenticated = grpc.StatusCode.UNAUTHENTICATED
-    assert await _refusal(stack, name) == (unauthenticated, "CREDENTIAL_MISSING")
+    assert await _refusal(stack, server, name) == (unauthenticated, "CREDENTIAL_MISSING")
     for wrong in ("0" * 64, "", stack.stack.operator_token[:-1], stack.stack.operator_token + "0"):
-        assert await _refusal(stack, name, wrong) == (unauthenticated, "CREDENTIAL_INVALID")
-    both = await _refusal(stack, name, "0" * 64, stack.stack.operator_token)
+        assert await _refusal(stack, server, name, wrong) == (unauthenticated, "CREDENTIAL_INVALID")
+    both = await _refusal(stack, server, name, "0" * 64, stack.stack.operator_token)
     assert both == (unauthenticated, "CREDENTIAL_INVALID")
 
 
-@pytest.mark.parametrize("name", METHODS)
-async def test_an_observer_may_read_and_nothing_else(stack: Running, name: str) -> None:
+@pytest.mark.parametrize(("server", "name"), SERVED)
+async def test_an_observer_may_read_and_nothing_else(stack: Running, server: str, name: str) -> None:
     """R6, R14: each RPC that changes state, or shows what a sandbox holds, refuses an observer."""
-    code, reason = await _refusal(stack, name, OBSERVER_TOKEN)
+    code, reason = await _refusal(stack, server, name, OBSERVER_TOKEN)
     if _allowed_to_observers(name):
         assert code is not grpc.StatusCode.PERMISSION_DENIED, reason
         assert code is not grpc.StatusCode.UNAUTHENTICATED, reason
@@ -129,7 +146,7 @@ async def test_an_observer_may_read_and_nothing_else(stack: Running, name: str) 
         assert (code, reason) == (grpc.StatusCode.PERMISSION_DENIED, "ROLE_NOT_ALLOWED")
 
 
-@pytest.mark.parametrize("service", ["sandbox", "driver", "interception", "inference"])
+@pytest.mark.parametrize("service", _SERVICES)
 async def test_reflection_wants_a_token_and_health_says_alive_to_anybody(stack: Running, service: Any) -> None:
     """R6, R7"""
     async with grpc.aio.insecure_channel(stack.stack.address(service)) as channel:

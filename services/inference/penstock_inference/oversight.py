@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from penstock_chassis.errors import PenstockError
 from penstock_chassis.metrics import Read, Reader, Values
 from penstock_chassis.operations import Trouble
 from penstock_inference import metrics
@@ -68,8 +67,7 @@ class Oversight:
 
         Every look at the figures does it too. An engine that an update stops is paused as well, for a moment.
         """
-        with suppress(PenstockError):  # one that is dead is neither; `troubles` tells of it
-            self._stats()
+        self._stats()
 
     @contextmanager
     def generating(self, request: GenerateRequest) -> Iterator[None]:
@@ -86,11 +84,9 @@ class Oversight:
 
     def troubles(self, patience_s: float) -> Iterator[Trouble]:
         """A paused or dead engine, replicas that are down, a queue that grows, weights that never come."""
-        try:
-            stats = self._stats()
-        except PenstockError as error:
-            yield Trouble("ENGINE_DEAD", f"the engine does not tell how it fares: {error.message}", _RESTART)
-            return
+        stats = self._stats()
+        if stats.failure:
+            yield Trouble("ENGINE_DEAD", f"the engine answers nothing: {stats.failure}", _RESTART)
         down = tuple(replica.name for replica in stats.replicas if not replica.live)
         if down and len(down) == len(stats.replicas):
             yield Trouble("ENGINE_DEAD", "every engine behind the service died and is being started again", _RESTART)
@@ -126,7 +122,7 @@ class Oversight:
         elif stats.slots and stats.waiting > 4 * stats.slots:
             yield Trouble(
                 "ENGINE_QUEUE_LONG",
-                f"{stats.waiting} requests wait for {stats.slots} places in the batch",
+                f"{stats.waiting} requests wait for {stats.slots} place{'s' * (stats.slots > 1)} in the batch",
                 "fewer rollouts at once (max_running of the driver), more slots, or another replica",
                 grave=False,
             )
@@ -155,8 +151,8 @@ class Oversight:
 
 
 _RESTART: Final = (
-    "look in the service's log for its last words; it starts again by itself, and if it dies at once each time its"
-    " memory, its model or its options are at fault"
+    "look in the service's log for its last words; one that dies at once each time it is started has too little memory,"
+    " or its model or options are at fault"
 )
 
 

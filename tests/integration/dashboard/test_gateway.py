@@ -18,6 +18,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import penstock.driver.v1.agent_service_pb2
 import penstock.driver.v1.rollout_service_pb2
@@ -25,6 +26,7 @@ import penstock.inference.v1.inference_service_pb2
 import penstock.interception.v1.intercept_service_pb2
 import penstock.interception.v1.rollout_gate_service_pb2
 import penstock.sandbox.v1.sandbox_service_pb2
+from penstock.cli.main import app
 from penstock.client.endpoints import SERVICES, Endpoints, Tls
 from penstock.client.errors import ConfigurationError
 from penstock.dashboard.framing import BadFrame, data_frame, message_of, timeout_of, trailers_frame
@@ -132,7 +134,7 @@ _NAMES = {str(code.value[0]): code.name for code in grpc.StatusCode}
 
 
 @asynccontextmanager
-async def world(tmp_path: Path, backend: Backend, **options: Any) -> AsyncIterator[World]:
+async def world(tmp_path: Path, backend: Backend, place: Place | None = None, **options: Any) -> AsyncIterator[World]:
     """Everything, on free ports."""
     (tmp_path / "page" / "assets").mkdir(parents=True)
     (tmp_path / "page" / "index.html").write_text("<!doctype html><title>page</title>")
@@ -146,7 +148,7 @@ async def world(tmp_path: Path, backend: Backend, **options: Any) -> AsyncIterat
         address = f"127.0.0.1:{port}"
         endpoints = Endpoints(driver=address, sandbox=address, interception=address, inference="")
         dashboard = await stack.enter_async_context(
-            serve(endpoints, Place(port=0), static=tmp_path / "page", **options)
+            serve(endpoints, place or Place(port=0), static=tmp_path / "page", **options)
         )
         http = await stack.enter_async_context(aiohttp.ClientSession())
         yield World(backend, dashboard, http)
@@ -400,6 +402,42 @@ async def test_another_sites_page_is_refused_whatever_it_asks(tmp_path: Path, he
             async with here.http.request(method, here.dashboard.address + path, headers=headers) as response:
                 assert response.status in (400, 421), path
     assert here.backend.seen == []
+
+
+def test_the_names_in_the_environment_are_taken_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R9: what `PENSTOCK_DASHBOARD_NAMES` says is what browsers may ask under, with any port and in any case."""
+    listening: list[Any] = []
+
+    async def listened(_endpoints: object, _show_token: bool, listen: tuple[Any, ...], _as_json: bool) -> int:
+        listening.extend(listen)
+        return 0
+
+    async def looked_at() -> dict[str, int]:
+        async with world(tmp_path, Backend(), Place(*listening)) as here:
+            found = {}
+            for host in (
+                "192.0.2.7:7790",
+                "Dash.Example",
+                "localhost:1",
+                "other.example",
+                "dash.example.else",
+            ):
+                headers = {"host": host, "origin": f"http://{host}"}
+                async with here.http.get(here.dashboard.address, headers=headers) as response:
+                    found[host] = response.status
+            return found
+
+    monkeypatch.setattr("penstock.cli.dashboard._serve", listened)
+    named = {"PENSTOCK_DASHBOARD_NAMES": "192.0.2.7 dash.example"}
+    done = CliRunner().invoke(app, ["dashboard", "--port", "0"], env=named)
+    assert done.exit_code == 0, done.output
+    assert asyncio.run(looked_at()) == {
+        "192.0.2.7:7790": 200,
+        "Dash.Example": 200,
+        "localhost:1": 200,
+        "other.example": 421,
+        "dash.example.else": 421,
+    }
 
 
 async def test_every_answer_forbids_the_browser_to_run_anything_else(tmp_path: Path) -> None:

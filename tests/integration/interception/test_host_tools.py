@@ -160,6 +160,44 @@ async def test_several_calls_are_under_way_at_once_and_each_gets_its_own_result(
         assert [text_of(told) for told in await asyncio.gather(*asking)] == [f"{word}!" for word in words]
 
 
+async def test_who_follows_an_open_rollout_is_told_of_each_tool_call_until_it_has_ended(service: Any) -> None:
+    """R15: by its own position, whichever ends first; calls and host tool calls are counted apart."""
+    trainer = await service.trainer()
+    await register(service, trainer)
+    rollout = await service.open()
+    ended = -1
+
+    async def follow() -> list[tuple[int, bool]]:
+        nonlocal ended
+        read = await service.capture(rollout.rollout_id, after_index=-1, after_tool_call_index=ended)
+        for call in read.host_tool_calls:
+            if not call.HasField("end_time"):
+                break
+            ended = call.index
+        return [(call.index, call.HasField("end_time")) for call in read.host_tool_calls]
+
+    async with connected(url_of(service, rollout), rollout.token) as agent:
+        assert await follow() == []
+        asking = []
+        for count, word in enumerate(("first", "second"), 1):
+            asking.append(asyncio.create_task(agent.call_tool("lookup", {"word": word})))
+            await tool_calls(trainer, count)
+        assert await follow() == [(0, False), (1, False)]
+        first, second = await tool_calls(trainer, 2)
+        await answer(trainer, result(second, {"text": "2"}))
+        assert await follow() == [(0, False), (1, True)]
+        await answer(trainer, result(first, {"text": "1"}), count=2)
+        assert await follow() == [(0, True), (1, True)]
+        assert await follow() == []
+        await asyncio.gather(*asking)
+        third = asyncio.create_task(agent.call_tool("lookup", {"word": "third"}))
+        await answer(trainer, result((await tool_calls(trainer, 3))[2], {"text": "3"}), count=3)
+        await third
+        assert await follow() == [(2, True)]
+    assert not (await service.capture(rollout.rollout_id, after_index=-1)).host_tool_calls
+    assert len((await service.capture(rollout.rollout_id)).host_tool_calls) == 3
+
+
 async def test_arguments_that_break_the_schema_come_back_to_the_agent_and_not_to_the_trainer(service: Any) -> None:
     """R15, R33: every wrong field is named, as an error of the tool that a model can read and correct."""
     trainer = await service.trainer()

@@ -30,6 +30,7 @@ from penstock.inference.v1 import inference_service_pb2_grpc as rpc
 from penstock_chassis import logging
 from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.errors import PenstockError
+from penstock_chassis.operations import Troubles, no_troubles
 from penstock_chassis.testing import serve
 from penstock_inference.app import build
 from penstock_inference.settings import InferenceSettings
@@ -53,6 +54,8 @@ class Served:
     address: str
     versions: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     names: Iterator[int] = field(default_factory=itertools.count)
+    troubles: Troubles = no_troubles
+    """What operators are told."""
 
     def version(self) -> int:
         """The next policy version."""
@@ -161,7 +164,7 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(build(settings))
         address, channel = await stack.enter_async_context(serve(*opened.registrations, roles=opened.roles))
-        yield Served(rpc.InferenceServiceStub(channel), directory, address)
+        yield Served(rpc.InferenceServiceStub(channel), directory, address, troubles=opened.troubles)
 
 
 @pytest.fixture

@@ -51,6 +51,8 @@ async def test_who_is_in_flight_when_the_engine_dies_is_served_when_it_is_back_w
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     error = failure(caught.value)
     assert error.reason == "ENGINE_DIED" and error.retry_after_s
+    (trouble,) = service.troubles(3600.0)
+    assert trouble.reason == "ENGINE_DEAD" and "being started again" in trouble.message
     calls: list[Callable[[], Any]] = [
         lambda: service.complete(service.request()),
         lambda: service.stub.Score(pb.ScoreRequest(token_ids=np.array([20, 21], "<i4").tobytes(), start=1)),
@@ -70,3 +72,4 @@ async def test_who_is_in_flight_when_the_engine_dies_is_served_when_it_is_back_w
     after = (await service.complete(service.request(**greedy))).span
     assert after.token_ids == before.token_ids
     assert [v.policy_version for v in after.versions] == [version]
+    assert not list(service.troubles(3600.0))

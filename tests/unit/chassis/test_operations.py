@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,17 @@ async def test_an_event_loop_that_is_held_up_is_told() -> None:
         assert lag.longest >= 0.6
 
 
+async def test_a_loop_that_is_held_up_is_the_services_trouble() -> None:
+    """A warning: every call of everybody waits for the loop."""
+    watched = Operations("interception")
+    async with serving(watched) as address:
+        watched.begin()
+        time.sleep(0.7)  # noqa: ASYNC251 - this is the trouble
+        (trouble,) = (await status(address, min_free_bytes=0)).troubles
+    assert (trouble.reason, trouble.grave) == ("LOOP_LAG", False)
+    assert "interception service's event loop was held up for" in trouble.message and "processor" in trouble.advice
+
+
 async def test_a_service_with_a_clock_of_its_own_is_told_from_ours() -> None:
     """By how much, beyond what asking took."""
     watched = Operations("driver", clock=lambda: time.time() + 100.0)
@@ -93,6 +106,51 @@ async def test_a_service_that_is_older_than_the_command_is_told_to_be_upgraded()
     async with serve(tokens=TOKENS) as (address, _):
         found = await examined(address)
     assert [(trouble.reason, trouble.grave) for trouble in found] == [("SERVICE_OLD", False)]
+
+
+async def test_services_of_different_versions_are_told_with_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning that names who is of which; the same version everywhere is none."""
+    versions = {"penstock-driver": "0.2.0", "penstock-interception": "0.1.0"}
+    monkeypatch.setattr("penstock_chassis.operations.metadata.version", versions.__getitem__)
+    async with serving(Operations("driver")) as driver, serving(Operations("interception")) as other:
+        endpoints = Endpoints(sandbox=other, driver=driver, interception=other, inference="", token="an-observer")
+        (found,) = (await examine(endpoints, 0.0, 0)).troubles
+        assert (found.reason, found.service, found.grave) == ("VERSIONS_DIFFER", "all", False)
+        assert "driver 0.2.0, interception 0.1.0" in found.message and "upgrade all of them" in found.advice
+        versions["penstock-interception"] = "0.2.0"
+        assert not (await examine(endpoints, 0.0, 0)).troubles
+
+
+@pytest.fixture
+def nearly_all_files_open() -> Iterator[tuple[int, int]]:
+    """Five sixths of what this process may have open is open: how many, and of how many."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(200):
+            stack.enter_context(Path(os.devnull).open("rb"))
+        is_open = len(list(Path("/proc/self/fd").iterdir()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (is_open * 6 // 5, before[1]))
+        yield is_open, is_open * 6 // 5
+
+
+async def test_a_process_that_may_soon_open_nothing_more_is_told(nearly_all_files_open: tuple[int, int]) -> None:
+    """R32: every agent's connection is a file; how many there are, of how many, and which limit to raise."""
+    is_open, most = nearly_all_files_open
+    async with serving(Operations("interception")) as address:
+        said = await status(address, min_free_bytes=0)
+    assert said.max_files == most and is_open <= said.open_files <= most
+    (trouble,) = (trouble for trouble in said.troubles if trouble.reason != "LOOP_LAG")
+    assert (trouble.reason, trouble.grave) == ("FILES_LOW", True)
+    assert f"{said.open_files} files and connections open, of {most}" in trouble.message
+    assert "ulimit -n" in trouble.advice
+
+
+async def test_a_process_with_files_to_spare_is_not() -> None:
+    """The same process, with the limit that it has."""
+    async with serving(Operations("interception")) as address:
+        said = await status(address, min_free_bytes=0)
+    assert "FILES_LOW" not in {trouble.reason for trouble in said.troubles}
 
 
 async def examined(address: str) -> list[Trouble]:

@@ -7,6 +7,7 @@ import importlib
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -129,9 +130,9 @@ def test_prometheus_asks_each_service_where_the_compose_file_lets_it_listen() ->
             assert not source.startswith("./") or (ROOT / source).exists()
 
 
-def test_the_table_of_troubles_has_every_reason_that_the_code_tells() -> None:
-    """With what to do about it."""
-    rows = {row["reason"]: row for row in tables(PAGE)["Something is wrong"]}
+@cache
+def reasons() -> frozenset[str]:
+    """Of every trouble that the code tells."""
     told: set[str] = set()
     for folder in code.FOLDERS.values():
         for path in (ROOT / folder).rglob("*.py"):
@@ -143,5 +144,37 @@ def test_the_table_of_troubles_has_every_reason_that_the_code_tells() -> None:
                     told |= set(code.strings(code.keyword(node, "reason") or code.argument(node, 0)))
                 elif isinstance(node, ast.Tuple) and len(node.elts) == 4:
                     told |= {reason for reason in code.strings(node.elts[1]) if reason.startswith("SANDBOXES_")}
-    assert told == rows.keys()
+    return frozenset(told)
+
+
+def test_the_table_of_troubles_has_every_reason_that_the_code_tells() -> None:
+    """With what to do about it."""
+    rows = {row["reason"]: row for row in tables(PAGE)["Something is wrong"]}
+    assert reasons() == rows.keys()
     assert all(row["what to do"] for row in rows.values())
+
+
+def expected(path: Path) -> Iterator[str]:
+    """What a test compares something with, or waits for: it made it happen."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Compare) and all(isinstance(how, ast.Eq | ast.In) for how in node.ops):
+            looked_at: list[ast.AST] = [node]
+        elif isinstance(node, ast.Call) and code.last_name(node.func) == "becomes":
+            looked_at = list(node.args)
+        else:
+            continue
+        for part in looked_at:
+            for leaf in ast.walk(part):
+                if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str):
+                    yield leaf.value
+
+
+def test_every_reason_is_made_to_happen_by_a_test() -> None:
+    """A trouble that no test makes may be one that never is told."""
+    files = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "Trouble" in (text := path.read_text(encoding="utf-8")) or "troubles" in text
+    ]
+    made = {name for path in files if path != Path(__file__) for name in expected(path)}
+    assert not reasons() - made

@@ -36,7 +36,7 @@ def test_every_attack_of_the_threat_model_names_requirements_that_tests_prove() 
     principals = {row["principal"].split(",")[0] for row in rows["Principals"]}
     assert principals >= {"trainer", "operator", "observer", "agent", "verifier"}
     proved = coverage.citations()
-    for row in rows["What an agent can reach, and what stops it"]:
+    for row in rows["What an agent can reach, and what stops it"] + rows["What operators look at, and who else may"]:
         numbers = coverage.cited(row["proved by"])
         assert numbers, row
         assert all(number in proved for number in numbers), row

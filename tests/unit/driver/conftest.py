@@ -38,6 +38,7 @@ class Driver:
     registry: AgentRegistry
     sandboxes: Directories
     gate: HttpGate
+    journal: Journal
     make: Callable[[], Fleet]
     """A fleet as the next driver has it."""
 
@@ -109,7 +110,7 @@ async def driver(tmp_path: Path, gate: HttpGate) -> AsyncIterator[Driver]:
             max_queued=100,
             agent_port=gate.port,
         )
-        driver = Driver(make(), records, history, await AgentRegistry.open(journal), sandboxes, gate, make)
+        driver = Driver(make(), records, history, await AgentRegistry.open(journal), sandboxes, gate, journal, make)
         yield driver
         await driver.fleet.aclose()
         await history.aclose()

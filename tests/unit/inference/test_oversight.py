@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tests.support import replicas
+from tests.support.waiting import eventually
+from tests.unit.inference.conftest import OpenEngine
 
+from penstock_chassis.errors import Internal
 from penstock_inference.engines.base import (
+    Engine,
     EngineOptions,
     GenerateRequest,
     PauseMode,
@@ -18,8 +25,10 @@ from penstock_inference.engines.base import (
     UpdatePhases,
 )
 from penstock_inference.engines.numpy.engine import NumpyEngine
+from penstock_inference.engines.numpy.scheduler import Scheduler
 from penstock_inference.gaps import GapReports
 from penstock_inference.oversight import Oversight
+from penstock_inference.replicas.life import Life
 from penstock_inference.testing import random_config, random_tensors, write_model
 
 CONFIG = random_config("qwen3", max_position_embeddings=64, eos_token_id=None)
@@ -55,7 +64,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[Stopping]:
 class Looked:
     """An oversight whose time the test owns."""
 
-    def __init__(self, engine: Stopping) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.now = 1000.0
         self.oversight = Oversight(engine, GapReports(), lambda: self.now)
 
@@ -100,15 +109,15 @@ async def test_requests_that_take_a_version_that_does_not_come_are_named_once_th
     look = Looked(engine)
     ids = np.arange(10, 20, dtype=np.int32)
 
-    def request(name: str, least: int) -> GenerateRequest:
+    def taking(name: str, least: int) -> GenerateRequest:
         return GenerateRequest(
             name, ids, Sampling(max_tokens=2), session_id=f"rollout-{name}", min_policy_version=least
         )
 
-    with look.oversight.generating(request("has", 0)), look.oversight.generating(request("waits", 1)):
+    with look.oversight.generating(taking("has", 0)), look.oversight.generating(taking("waits", 1)):
         assert look.reasons() == []
         look.now += PATIENCE_S
-        with look.oversight.generating(request("young", 2)):
+        with look.oversight.generating(taking("young", 2)):
             (trouble,) = look.oversight.troubles(PATIENCE_S)
         assert (trouble.reason, trouble.subjects) == ("POLICY_STUCK", ("rollout-waits",))
         assert "policy version 1" in trouble.message and trouble.grave
@@ -117,3 +126,82 @@ async def test_requests_that_take_a_version_that_does_not_come_are_named_once_th
         await commit
         assert look.reasons() == []
     assert look.reasons() == []
+
+
+def request(name: str, max_tokens: int) -> GenerateRequest:
+    """Of ten tokens."""
+    return GenerateRequest(name, np.arange(10, 20, dtype=np.int32), Sampling(max_tokens=max_tokens))
+
+
+async def sampled(engine: Engine, request: GenerateRequest) -> None:
+    """To its end."""
+    async with aclosing(engine.generate(request)) as events:
+        async for _ in events:
+            pass
+
+
+async def test_more_than_four_times_as_many_requests_as_places_are_a_long_queue(open_engine: OpenEngine) -> None:
+    """R32: a warning, with what would shorten it; four times as many are not."""
+    engine = await open_engine(config={"max_position_embeddings": 8192}, max_context_tokens=8192, max_concurrency=1)
+    look = Looked(engine)
+    calls = [asyncio.create_task(sampled(engine, request(f"r{n}", 8000))) for n in range(5)]
+    await eventually(lambda: engine.stats().waiting == 4, "one runs and four wait")
+    assert look.reasons() == []
+    calls.append(asyncio.create_task(sampled(engine, request("r5", 8000))))
+    await eventually(lambda: engine.stats().waiting == 5, "the sixth waits as well")
+    (trouble,) = look.oversight.troubles(PATIENCE_S)
+    assert (trouble.reason, trouble.grave) == ("ENGINE_QUEUE_LONG", False)
+    assert "5 requests wait for 1 place " in trouble.message and "max_running" in trouble.advice
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await eventually(lambda: look.reasons() == [], "nobody waits")
+
+
+async def test_an_engine_whose_thread_died_is_dead_and_one_that_was_closed_is_not(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R43: it answers nobody any more, and what it says itself is told with what to do."""
+    dies, closed = await open_engine(), await open_engine()
+    look = Looked(dies)
+    assert look.reasons() == []
+
+    def broken(_: Scheduler) -> Any:
+        raise ValueError("no such row")
+
+    monkeypatch.setattr(Scheduler, "step", broken)
+    with pytest.raises(Internal, match="restart the inference service"):
+        await sampled(dies, request("r", 8))
+    (trouble,) = look.oversight.troubles(PATIENCE_S)
+    assert (trouble.reason, trouble.grave) == ("ENGINE_DEAD", True)
+    assert "restart the inference service" in trouble.message and "log" in trouble.advice
+    await closed.aclose()
+    assert Looked(closed).reasons() == []
+
+
+async def test_replicas_that_died_are_named_and_are_a_warning_while_one_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R23: one of two is down, then both, then none; meanwhile each is started again."""
+    start, let_start = Life.start, asyncio.Event()
+
+    async def held(*arguments: Any) -> Life:
+        await let_start.wait()
+        return await start(*arguments)
+
+    async with replicas.pool(tmp_path) as pool:
+        monkeypatch.setattr(Life, "start", held)
+        look = Looked(pool)
+        assert look.reasons() == []
+        replicas.kill("r0")
+        await eventually(lambda: look.reasons() != [], "its death is known")
+        (trouble,) = look.oversight.troubles(PATIENCE_S)
+        assert (trouble.reason, trouble.subjects, trouble.grave) == ("REPLICAS_DOWN", ("r0",), False)
+        assert "1 of 2" in trouble.message and "the others answer meanwhile" in trouble.advice
+        replicas.kill("r1")
+        await eventually(lambda: look.reasons() == ["ENGINE_DEAD"], "the other's death is known")
+        (trouble,) = look.oversight.troubles(PATIENCE_S)
+        assert trouble.grave and "every engine" in trouble.message and "log" in trouble.advice
+        let_start.set()
+        await replicas.all_live(pool)
+        assert look.reasons() == []

@@ -5,7 +5,7 @@ import { computed, type ReadonlySignal, signal } from "@preact/signals";
 import { type Group, Phase, type RolloutSummary } from "@gen/penstock/driver/v1/rollout_pb";
 import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { explain, isCancelled, type Trouble } from "../lib/errors";
-import { type Following, follow, SILENCE_MS } from "../lib/follow";
+import { type Following, follow } from "../lib/follow";
 import { CANCEL_MS, client } from "../lib/transport";
 import { type Capture, captureSoFar, NO_CAPTURE, trajectory } from "../rollout/records";
 
@@ -44,8 +44,6 @@ export function followGroup(id: string): GroupModel {
       for (const gone of message.goneRolloutIds) next.delete(gone);
       known.value = next;
     },
-    true,
-    SILENCE_MS,
   );
   return {
     id,

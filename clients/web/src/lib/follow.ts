@@ -1,7 +1,7 @@
 // A stream that is taken up again for as long as somebody looks.
 //
 // Invariants: one attempt at a time; nothing is delivered after `stop`; a break is told once, in words, and the time between
-// attempts grows to a cap with jitter; a new token begins anew at once; silence where a heartbeat is due is a break. A tab that nobody
+// attempts grows to a cap with jitter; a new token begins anew at once; silence is a break, for every stream. A tab that nobody
 // looks at lets go of its stream after a while: a browser has six connections for all tabs of one address, and the services have
 // better things to do.
 import { Code, ConnectError } from "@connectrpc/connect";
@@ -27,7 +27,7 @@ const FIRST_MS = 400;
 const CAP_MS = 10_000;
 const LASTING_CAP_MS = 30_000;
 const HIDDEN_MS = 15_000;
-/** For streams whose service has a heartbeat each 10 s: without any message for this long there is nobody. */
+/** Every stream that is followed has a message or a heartbeat at least each 10 s: without any for this long there is nobody. */
 export const SILENCE_MS = 30_000;
 
 /** Milliseconds until the next attempt: doubled each time up to the cap, drawn from the upper half. */
@@ -43,14 +43,12 @@ export function delay(attempt: number, lasting: boolean, random: () => number = 
  * @param open makes one attempt; it is asked anew after a break and resumes by what it has seen.
  * @param onMessage gets each message, in order.
  * @param again whether a stream that ended well is opened again; false = it is over (a rollout that has ended).
- * @param silenceMs after so long without a message an attempt is given up; 0 = the stream may be silent.
  */
 export function follow<M>(
   what: string,
   open: (abort: AbortSignal) => AsyncIterable<M>,
   onMessage: (message: M) => void,
   again = true,
-  silenceMs = 0,
 ): Following {
   const health = signal<Health>({ kind: "connecting" });
   let stopped = false;
@@ -87,11 +85,10 @@ export function follow<M>(
       let silence: ReturnType<typeof setTimeout> | undefined;
       const listen = () => {
         clearTimeout(silence);
-        if (!silenceMs) return;
         silence = setTimeout(() => {
-          silent = new ConnectError(`Nothing came for ${silenceMs / 1000} s.`, Code.DeadlineExceeded);
+          silent = new ConnectError(`Nothing came for ${SILENCE_MS / 1000} s.`, Code.DeadlineExceeded);
           abort.abort(silent);
-        }, silenceMs);
+        }, SILENCE_MS);
       };
       let broken: { trouble: Trouble; wait: number } | null = null;
       try {

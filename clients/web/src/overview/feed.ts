@@ -3,7 +3,7 @@ import { computed, signal } from "@preact/signals";
 import { create } from "@bufbuild/protobuf";
 import { RolloutService, WatchRolloutsRequestSchema } from "@gen/penstock/driver/v1/rollout_service_pb";
 
-import { follow, type Following, SILENCE_MS } from "../lib/follow";
+import { follow, type Following } from "../lib/follow";
 import { client } from "../lib/transport";
 import { Board, type Row } from "./board";
 
@@ -52,7 +52,5 @@ function start(): Following {
     (message) => {
       if (board.apply(message)) version.value += 1;
     },
-    true,
-    SILENCE_MS,
   );
 }

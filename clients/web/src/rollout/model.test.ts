@@ -83,7 +83,12 @@ describe("a rollout that is followed", () => {
     model.stop();
   });
 
-  test("host tool calls stay while later calls are read", async () => {
+  test("each host tool call is shown as it stands, and asked for until it has ended", async () => {
+    const at = { seconds: 1n, nanos: 0 };
+    const tool = (index: number, isOpen: boolean) => ({ toolCallId: `t${index}`, index, name: "lookup", ...(isOpen ? {} : { endTime: at }) });
+    // What the gate has at each reading: the second call ends before the first.
+    const states = [[], [tool(0, true)], [tool(0, true), tool(1, false)], [tool(0, false), tool(1, false)], [tool(0, false), tool(1, false), tool(2, false)]];
+    const asked: (number | undefined)[] = [];
     const { followRollout } = await served(
       {
         getRollout: () => ({ rollout: { rolloutId: "r", phase: Phase.RUNNING } }),
@@ -92,10 +97,12 @@ describe("a rollout that is followed", () => {
         },
       },
       {
-        async *getCapture({ afterIndex }) {
+        async *getCapture({ afterIndex, afterToolCallIndex }) {
           const index = afterIndex === undefined ? 0 : afterIndex + 1;
+          const state = states[asked.length] ?? [];
+          asked.push(afterToolCallIndex);
           yield { trajectory: { calls: [{ ...ended, callId: `c${index}`, index }] } };
-          if (afterIndex === undefined) yield { trajectory: { hostToolCalls: [{ toolCallId: "t", name: "lookup" }] } };
+          for (const call of state) if (call.index > (afterToolCallIndex ?? -1)) yield { trajectory: { hostToolCalls: [call] } };
         },
         async *watchCalls(_, { signal }) {
           await over(signal);
@@ -103,10 +110,14 @@ describe("a rollout that is followed", () => {
       },
     );
     const model = followRollout("r");
-    await until(model.capture, ({ calls }) => calls.length === 1);
-    model.retryCapture();
-    const capture = await until(model.capture, ({ calls }) => calls.length === 2);
-    expect(capture.hostToolCalls.map((call) => call.name)).toEqual(["lookup"]);
+    for (let count = 1; count <= states.length; count += 1) {
+      const capture = await until(model.capture, ({ calls }) => calls.length === count);
+      expect(capture.hostToolCalls.map((call) => [call.index, call.endTime === undefined])).toEqual(
+        (states[count - 1] ?? []).map((call) => [call.index, !("endTime" in call)]),
+      );
+      model.retryCapture();
+    }
+    expect(asked.slice(0, states.length)).toEqual([-1, -1, -1, -1, 1]);
     model.stop();
   });
 

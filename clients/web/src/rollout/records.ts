@@ -45,10 +45,7 @@ export const NO_CAPTURE: Capture = {
   isWhole: false,
 };
 
-/**
- * Puts fragments together behind the calls and host tool calls of `known`; what comes again replaces what was known of it. The
- * gate tells host tool calls only with all of a rollout's calls.
- */
+/** Puts fragments together behind the calls and host tool calls of `known`; what comes again replaces what was known of it. */
 async function merged(
   fragments: AsyncIterable<{ trajectory?: Trajectory | undefined }>,
   known: Pick<Capture, "calls" | "hostToolCalls">,
@@ -73,8 +70,17 @@ async function merged(
     if (trajectory.captureLevel !== CaptureLevel.UNSPECIFIED) captureLevel = trajectory.captureLevel;
     if (trajectory.tokenizerSha256.length > 0) tokenizerSha256 = trajectory.tokenizerSha256;
   }
-  const inOrder = [...calls.values()].sort((a, b) => a.index - b.index);
-  return { calls: inOrder, branches, samples, findings, hostToolCalls: [...hostToolCalls.values()], grade, captureLevel, tokenizerSha256, isWhole };
+  return { calls: inOrder(calls), branches, samples, findings, hostToolCalls: inOrder(hostToolCalls), grade, captureLevel, tokenizerSha256, isWhole };
+}
+
+function inOrder<T extends { readonly index: number }>(calls: ReadonlyMap<string, T>): T[] {
+  return [...calls.values()].sort((a, b) => a.index - b.index);
+}
+
+/** Those that have ended, up to the first that has not: nothing about them changes any more. */
+function settled<T extends Call | HostToolCall>(calls: readonly T[]): T[] {
+  const open = calls.findIndex((call) => call.endTime === undefined);
+  return open < 0 ? [...calls] : calls.slice(0, open);
 }
 
 /** The trajectory of a rollout that has ended. */
@@ -85,12 +91,16 @@ export function trajectory(rolloutId: string, signal: AbortSignal): Promise<Capt
 
 /** What the gate has of a rollout that runs; of `known` only what may have changed since is asked for again. */
 export function captureSoFar(rolloutId: string, known: Capture, signal: AbortSignal): Promise<Capture> {
-  const open = known.calls.find((call) => call.endTime === undefined);
-  const settled = known.calls.filter((call) => call.endTime !== undefined && (!open || call.index < open.index));
-  const last = settled.at(-1)?.index;
-  const request = last === undefined ? { rolloutId } : { rolloutId, afterIndex: last };
+  const calls = settled(known.calls);
+  const hostToolCalls = settled(known.hostToolCalls);
+  const last = calls.at(-1)?.index;
+  const request = {
+    rolloutId,
+    ...(last === undefined ? {} : { afterIndex: last }), // samples come only without it
+    afterToolCallIndex: hostToolCalls.at(-1)?.index ?? -1,
+  };
   const fragments = client(RolloutGateService).getCapture(request, { signal, timeoutMs: 0 });
-  return merged(fragments, { calls: settled, hostToolCalls: known.hostToolCalls }, false);
+  return merged(fragments, { calls, hostToolCalls }, false);
 }
 
 /** What the agent newly said in a call. */

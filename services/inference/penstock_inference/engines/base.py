@@ -301,6 +301,8 @@ class EngineStats:
     """Sampled tokens of the most recent policy versions."""
     replicas: tuple[ReplicaStats, ...] = ()
     """Empty when there is one engine."""
+    failure: str = ""
+    """Why an engine without replicas answers nothing, and what becomes of that; empty while it lives."""
 
 
 class Engine(Protocol):

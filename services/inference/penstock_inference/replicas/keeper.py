@@ -291,7 +291,8 @@ class Keeper:
         replica = self.replica(life.name)
         if replica.life is life:
             self._router.leave(replica.name)
-            replica.past = replace(_sum(replica.past, life.stats), running=0, waiting=0, slots=0, cache_use=0.0)
+            past = _sum(replica.past, life.stats)
+            replica.past = replace(past, running=0, waiting=0, slots=0, cache_use=0.0, failure="")
             replica.life = None
 
     def _check_open(self) -> None:

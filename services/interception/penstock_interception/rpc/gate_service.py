@@ -166,8 +166,9 @@ class RolloutGateServicer(pb_grpc.RolloutGateServiceServicer):
         body_of = self._turns.store.body if request.include_bodies else None
         async for fragment in trajectory.fragments(captured, conversation, body_of):
             yield pb.GetCaptureResponse(trajectory=fragment)
-        if after is None:
-            for record in await self._turns.store.tools.calls_of(rollout.id):
+        tools_after = request.after_tool_call_index if request.HasField("after_tool_call_index") else None
+        if tools_after is not None or after is None:
+            for record in await self._turns.store.tools.calls_of(rollout.id, after_index=tools_after):
                 item = tools.record_to(record, bodies=request.include_bodies)
                 yield pb.GetCaptureResponse(trajectory=trajectory_pb2.Trajectory(host_tool_calls=[item]))
 

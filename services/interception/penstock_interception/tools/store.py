@@ -137,10 +137,11 @@ class ToolStore:
 
     # Reads -----------------------------------------------------------------------------------------------------------
 
-    async def calls_of(self, rollout_id: str) -> list[ToolCallRecord]:
-        """Every call of a rollout in order of arrival, as it stands in the journal."""
+    async def calls_of(self, rollout_id: str, *, after_index: int | None = None) -> list[ToolCallRecord]:
+        """The calls of a rollout in order of arrival, as they stand in the journal: all, or those after an index."""
+        least = 0 if after_index is None else after_index + 1
         rows = await self._journal.query(
-            "SELECT * FROM tool_calls WHERE rollout_id = ? ORDER BY position", (rollout_id,)
+            "SELECT * FROM tool_calls WHERE rollout_id = ? AND position >= ? ORDER BY position", (rollout_id, least)
         )
         return [_load_call(row) for row in rows]
 

@@ -17,6 +17,8 @@ AT_ONCE: Final = 8
 """Sandboxes that are measured at the same time: where a daemon is asked, it has others to serve."""
 PATIENCE_S: Final = 5.0
 """For one sandbox; then it is told without figures."""
+ALL_S: Final = 15.0
+"""For all of them, however many wait: who watches takes long silence for the end of the service."""
 DEFAULT_INTERVAL_S: Final = 2.0
 DEFAULT_MOST: Final = 200
 
@@ -35,11 +37,12 @@ def terms_from(request: pb.WatchSandboxesRequest) -> tuple[float, int]:
 async def usages(sandboxes: Sandboxes, found: Sequence[Sandbox]) -> list[pb.WatchSandboxesResponse.Usage]:
     """Each with its figures, where it has some."""
     places = asyncio.Semaphore(AT_ONCE)
+    until = asyncio.get_running_loop().time() + ALL_S
 
     async def measured(view: Sandbox) -> pb.WatchSandboxesResponse.Usage:
         usage = pb.WatchSandboxesResponse.Usage(sandbox=convert.sandbox_to(view))
         try:
-            async with places, asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout_at(until), places, asyncio.timeout(PATIENCE_S):
                 _, handle, _ = sandboxes.usable(view.id)
                 usage.stats.CopyFrom(stats_to(await handle.stats()))
         except (PenstockError, TimeoutError):

@@ -68,7 +68,8 @@ type RolloutGateServiceClient interface {
 	GetRollout(ctx context.Context, in *GetRolloutRequest, opts ...grpc.CallOption) (*GetRolloutResponse, error)
 	// Lists rollouts at the gate, newest first.
 	ListRollouts(ctx context.Context, in *ListRolloutsRequest, opts ...grpc.CallOption) (*ListRolloutsResponse, error)
-	// The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed.
+	// The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
+	// with after_index and after_tool_call_index, as GetCaptureRequest says.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetCapture(ctx context.Context, in *GetCaptureRequest, opts ...grpc.CallOption) (RolloutGateService_GetCaptureClient, error)
 	// The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is
@@ -302,7 +303,8 @@ type RolloutGateServiceServer interface {
 	GetRollout(context.Context, *GetRolloutRequest) (*GetRolloutResponse, error)
 	// Lists rollouts at the gate, newest first.
 	ListRollouts(context.Context, *ListRolloutsRequest) (*ListRolloutsResponse, error)
-	// The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed.
+	// The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
+	// with after_index and after_tool_call_index, as GetCaptureRequest says.
 	// Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
 	GetCapture(*GetCaptureRequest, RolloutGateService_GetCaptureServer) error
 	// The calls of some rollouts as they change state, from a position on; resumable, ends when a single watched rollout is

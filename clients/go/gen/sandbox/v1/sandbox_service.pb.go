@@ -1981,7 +1981,7 @@ type WatchSandboxesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Only sandboxes with all of these.
 	Labels map[string]string `protobuf:"bytes,1,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// 1 s to 1 min; unset = 2 s. Longer where measuring takes longer.
+	// 1 s to 1 min; unset = 2 s. Measuring adds to it, 15 s at most: what has told nothing by then has no figures.
 	Interval *durationpb.Duration `protobuf:"bytes,2,opt,name=interval,proto3" json:"interval,omitempty"`
 	// Most that are told, newest first: 1 to 1000; unset = 200.
 	Most          *int32 `protobuf:"varint,3,opt,name=most,proto3,oneof" json:"most,omitempty"`

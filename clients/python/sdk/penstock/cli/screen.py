@@ -6,7 +6,6 @@ terminal's modes are put back however the block is left.
 
 import asyncio
 import os
-import re
 import signal
 import sys
 import termios
@@ -17,14 +16,7 @@ from typing import Any, Final, Self
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-_SEQUENCE: Final = re.compile(rb"\x1b\[[0-9;]*[A-Za-z~]|\x1bO[A-Za-z]|\x1b|[\xc0-\xff][\x80-\xbf]*|.", re.DOTALL)
-_NAMES: Final = {
-    b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down",
-    b"\x1b[C": "right", b"\x1bOC": "right", b"\x1b[D": "left", b"\x1bOD": "left",
-    b"\x1b[H": "home", b"\x1bOH": "home", b"\x1b[1~": "home", b"\x1b[F": "end", b"\x1bOF": "end", b"\x1b[4~": "end",
-    b"\x1b[5~": "pageup", b"\x1b[6~": "pagedown", b"\x1b": "escape", b"\t": "tab", b"\r": "enter", b"\n": "enter",
-    b" ": "space", b"\x7f": "backspace",
-}  # fmt: skip
+from penstock.cli.keys import ESCAPE_S, Keys
 
 WAKE: Final = "wake"
 """What `key` gives when something is to be drawn anew and no key was pressed."""
@@ -36,11 +28,19 @@ def interactive(console: Console) -> bool:
 
 
 class Screen:
-    """The terminal's other screen, inside an `async with`."""
+    """The terminal's other screen, inside an `async with`.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: the terminal.
+        escape_s: how long an escape byte waits for the rest of its key, in seconds.
+    """
+
+    def __init__(self, console: Console, *, escape_s: float = ESCAPE_S) -> None:
         self._live = Live(console=console, screen=True, auto_refresh=False, transient=True)
         self._keys: asyncio.Queue[str] = asyncio.Queue()
+        self._bytes = Keys()
+        self._escape_s = escape_s
+        self._escape: asyncio.TimerHandle | None = None
         self._fd = sys.stdin.fileno()
         self._modes: list[Any] = []
         self._woken = False
@@ -59,6 +59,7 @@ class Screen:
     ) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._fd)
+        self._let_go()
         loop.remove_signal_handler(signal.SIGWINCH)
         self._live.stop()
         termios.tcsetattr(self._fd, termios.TCSADRAIN, self._modes)
@@ -88,12 +89,22 @@ class Screen:
             data = os.read(self._fd, 1024)
         except OSError:
             data = b""
+        self._let_go()
+        self._press(self._bytes.read(data))
         if not data:
             asyncio.get_running_loop().remove_reader(self._fd)
             self._keys.put_nowait("closed")
-        for part in _SEQUENCE.findall(data):
-            name = _NAMES.get(part)
-            if name is None and not part.startswith(b"\x1b"):
-                name = part.decode("utf-8", "replace")
-            if name is not None:
-                self._keys.put_nowait(name)
+        elif self._bytes.may_be_escape:
+            self._escape = asyncio.get_running_loop().call_later(self._escape_s, self._nothing_followed)
+
+    def _nothing_followed(self) -> None:
+        self._press(self._bytes.nothing_followed())
+
+    def _let_go(self) -> None:
+        if self._escape is not None:
+            self._escape.cancel()
+            self._escape = None
+
+    def _press(self, names: list[str]) -> None:
+        for name in names:
+            self._keys.put_nowait(name)

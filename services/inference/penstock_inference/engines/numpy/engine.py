@@ -156,7 +156,7 @@ class NumpyEngine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges, of the last finished step."""
-        return self._scheduler.stats()
+        return dataclasses.replace(self._scheduler.stats(), failure=self._worker.failure)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:
         """Sample a completion; closing the iterator aborts it."""

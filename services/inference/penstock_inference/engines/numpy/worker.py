@@ -43,6 +43,11 @@ class Worker:
         """Requests that somebody follows."""
         return len(self._streams)
 
+    @property
+    def failure(self) -> str:
+        """Why the thread ended though nobody closed it; empty while it runs."""
+        return "" if self._over is None or self._stopping else self._over.message
+
     def start(self) -> None:
         """Start the thread; once, on the event loop."""
         self._loop = asyncio.get_running_loop()

@@ -129,9 +129,9 @@ class VllmEngine:
         core = self._core
         try:
             gauges = core.runtime.gauges
-            steps, cache_use = gauges.steps, gauges.cache_use
-        except PenstockError:
-            steps, cache_use = 0, 0.0
+            steps, cache_use, failure = gauges.steps, gauges.cache_use, ""
+        except PenstockError as error:
+            steps, cache_use, failure = 0, 0.0, error.message
         counts = core.counts
         return EngineStats(
             running=sum(not flight.over and not flight.aborted for flight in core.flights),
@@ -148,6 +148,7 @@ class VllmEngine:
             aborted=counts.aborted,
             failed=counts.failed,
             tokens_by_version=dict(counts.by_version),
+            failure=failure,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateEvent, None]:

@@ -889,25 +889,37 @@ class GetCaptureRequest(_message.Message):
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     INCLUDE_BODIES_FIELD_NUMBER: _builtins.int
     AFTER_INDEX_FIELD_NUMBER: _builtins.int
+    AFTER_TOOL_CALL_INDEX_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     include_bodies: _builtins.bool
     """Whether Call.request_body is filled."""
     after_index: _builtins.int
     """Only calls with a greater index, and no samples."""
+    after_tool_call_index: _builtins.int
+    """Only host tool calls with a greater index: they are counted apart from calls. Unset = all of them, but none where after_index is set.
+    To be told of each call and each host tool call until it has ended, give for either kind the greatest index up to which all that
+    were told have ended (-1 = from the first on); what is told again replaces what was told of it before.
+    """
     def __init__(
         self,
         *,
         rollout_id: _builtins.str = ...,
         include_bodies: _builtins.bool = ...,
         after_index: _builtins.int | None = ...,
+        after_tool_call_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "after_index", b"after_index"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "_after_tool_call_index", b"_after_tool_call_index", "after_index", b"after_index", "after_tool_call_index", b"after_tool_call_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "after_index", b"after_index", "include_bodies", b"include_bodies", "rollout_id", b"rollout_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_index", b"_after_index", "_after_tool_call_index", b"_after_tool_call_index", "after_index", b"after_index", "after_tool_call_index", b"after_tool_call_index", "include_bodies", b"include_bodies", "rollout_id", b"rollout_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_index: _TypeAlias = _typing.Literal["after_index"]  # noqa: Y015
     _WhichOneofArgType__after_index: _TypeAlias = _typing.Literal["_after_index", b"_after_index"]  # noqa: Y015
+    _WhichOneofReturnType__after_tool_call_index: _TypeAlias = _typing.Literal["after_tool_call_index"]  # noqa: Y015
+    _WhichOneofArgType__after_tool_call_index: _TypeAlias = _typing.Literal["_after_tool_call_index", b"_after_tool_call_index"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__after_index) -> _WhichOneofReturnType__after_index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after_tool_call_index) -> _WhichOneofReturnType__after_tool_call_index | None: ...
 
 Global___GetCaptureRequest: _TypeAlias = GetCaptureRequest  # noqa: Y015
 

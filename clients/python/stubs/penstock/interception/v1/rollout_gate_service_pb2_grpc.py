@@ -175,7 +175,8 @@ class RolloutGateServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetCapture(self, request, context):
-        """The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed.
+        """The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
+        with after_index and after_tool_call_index, as GetCaptureRequest says.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

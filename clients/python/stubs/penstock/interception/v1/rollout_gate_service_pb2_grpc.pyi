@@ -75,7 +75,8 @@ class RolloutGateServiceStub:
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.ListRolloutsRequest, _rollout_gate_service_pb2.ListRolloutsResponse]
     """Lists rollouts at the gate, newest first."""
     GetCapture: _grpc.UnaryStreamMultiCallable[_rollout_gate_service_pb2.GetCaptureRequest, _rollout_gate_service_pb2.GetCaptureResponse]
-    """The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed.
+    """The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
+    with after_index and after_tool_call_index, as GetCaptureRequest says.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     WatchCalls: _grpc.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchCallsRequest, _rollout_gate_service_pb2.WatchCallsResponse]
@@ -133,7 +134,8 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     ListRollouts: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.ListRolloutsRequest, _rollout_gate_service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
     """Lists rollouts at the gate, newest first."""
     GetCapture: _aio.UnaryStreamMultiCallable[_rollout_gate_service_pb2.GetCaptureRequest, _rollout_gate_service_pb2.GetCaptureResponse]  # type: ignore[assignment]
-    """The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed.
+    """The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
+    with after_index and after_tool_call_index, as GetCaptureRequest says.
     Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
     """
     WatchCalls: _aio.UnaryStreamMultiCallable[_rollout_gate_service_pb2.WatchCallsRequest, _rollout_gate_service_pb2.WatchCallsResponse]  # type: ignore[assignment]
@@ -242,7 +244,8 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_gate_service_pb2.GetCaptureRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_gate_service_pb2.GetCaptureResponse], _abc.AsyncIterator[_rollout_gate_service_pb2.GetCaptureResponse]]:
-        """The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed.
+        """The rollout's trajectory so far, in fragments that merge; graded when the rollout is closed. Who follows an open rollout asks again
+        with after_index and after_tool_call_index, as GetCaptureRequest says.
         Errors: NOT_FOUND (ROLLOUT_UNKNOWN).
         """
 

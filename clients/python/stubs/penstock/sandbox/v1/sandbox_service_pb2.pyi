@@ -1079,7 +1079,7 @@ class WatchSandboxesRequest(_message.Message):
 
     @_builtins.property
     def interval(self) -> _duration_pb2.Duration:
-        """1 s to 1 min; unset = 2 s. Longer where measuring takes longer."""
+        """1 s to 1 min; unset = 2 s. Measuring adds to it, 15 s at most: what has told nothing by then has no figures."""
 
     def __init__(
         self,

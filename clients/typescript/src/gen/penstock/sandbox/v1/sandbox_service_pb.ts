@@ -985,7 +985,7 @@ export type WatchSandboxesRequest = Message<"penstock.sandbox.v1.WatchSandboxesR
   labels: { [key: string]: string };
 
   /**
-   * 1 s to 1 min; unset = 2 s. Longer where measuring takes longer.
+   * 1 s to 1 min; unset = 2 s. Measuring adds to it, 15 s at most: what has told nothing by then has no figures.
    *
    * @generated from field: google.protobuf.Duration interval = 2;
    */
