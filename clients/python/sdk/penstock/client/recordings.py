@@ -62,6 +62,8 @@ class Turn:
     engine: str
     model: str
     sampling: Mapping[str, Any]
+    seed_drawn: bool
+    """Whether a seed in `sampling` is one that nobody asked for: the engine drew it, and draws another each time."""
     normalisations: tuple[str, ...]
     tools: tuple[str, ...]
     injected: bool
@@ -337,6 +339,7 @@ def _turn(row: Row, untrained: str) -> Turn:
         engine=row.get("engine") or "",
         model=row.get("model") or row.get("model_requested") or "",
         sampling=row.get("sampling_used") or row.get("sampling_requested") or {},
+        seed_drawn="seed" not in (row.get("sampling_requested") or {}),
         normalisations=tuple(map(str, row.get("normalisations") or ())),
         tools=tuple(str(tool["name"]) for tool in row.get("tools") or ()),
         injected=bool(row.get("injected")),
