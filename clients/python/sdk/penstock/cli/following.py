@@ -22,7 +22,6 @@ from penstock.client import (
     connect,
 )
 from penstock.client.endpoints import Endpoints, of_state_dir
-from penstock.client.errors import PermissionDenied, Unauthenticated
 from penstock.client.results import RolloutChanges, RolloutSummary
 from penstock.client.rpc import Backoff
 
@@ -94,7 +93,7 @@ async def follow(chosen: Chosen, *, waits: bool = True) -> AsyncGenerator[Rollou
             if not (seen or waits):
                 raise
             error = broken
-        yield Trouble(_words(error))
+        yield Trouble(error.message)
         await asyncio.sleep(backoff.next(error))
 
 
@@ -132,9 +131,3 @@ def _changes(ps: Penstock, chosen: Chosen) -> AsyncGenerator[RolloutChanges, Non
         agent=chosen.agent,
         ended_limit=chosen.ended_limit,
     )
-
-
-def _words(error: PenstockError) -> str:
-    if isinstance(error, Unauthenticated | PermissionDenied):
-        return f"the token does not hold ({error.message}); is PENSTOCK_TOKEN of the services that run now?"
-    return error.message

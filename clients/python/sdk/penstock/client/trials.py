@@ -214,9 +214,7 @@ async def run_trial(
     label, spec = secrets.token_hex(16), agent.spec
     long = "" if spec.instruction.method == agent_pb2.InstructionDelivery.METHOD_ARGV else _filler()
     instruction = f"{_AWKWARD}{long}{_SENTENCE}\n"
-    choice = AgentChoice(
-        name=agent.name, skip_permissions=bool(spec.skip_permissions_argv or spec.skip_permissions_env)
-    )
+    choice = AgentChoice(name=agent.name, skip_permissions=agent.can_skip_permissions)
     script = _Script(spec, code=f"code{secrets.token_hex(4)}")
     argv: list[str] = []
     async with ps.intercept(labels={LABEL: label}, messages=True) as session:
