@@ -12,7 +12,9 @@ import orjson
 import pytest
 from tests.support.stack import Running
 
+from penstock.client import Command, Mode, Task, Verifier
 from penstock.client.endpoints import write_connection
+from penstock.client.proving import AGENT, solving_agent
 
 TASKS = {
     "done": "instruction: Do the work.\nfiles: [{path: work.sh, content: touch first second}]\n"
@@ -81,6 +83,17 @@ async def test_an_evaluation_is_run_shown_reported_and_compared(stack: Running, 
     code, out, _ = await penstock(stack, tmp_path, "eval", "report", "second")
     assert (code, out.strip()) == (0, "second/report.html")
     assert (tmp_path / "second" / "report.html").stat().st_size > 10_000
+
+
+async def test_the_agent_that_runs_solutions_is_on_no_list_also_while_it_runs(stack: Running) -> None:
+    """Whoever proves tasks leaves no agent behind, interrupted or killed, and takes none from another who proves."""
+    first, second = await solving_agent(stack.ps), await solving_agent(stack.ps)
+    assert first == second
+    assert AGENT not in [agent.name async for agent in stack.ps.agents.list()]
+    task = Task(task_id="solved", instruction="touch it\n", verifier=Verifier(commands=[Command(["test", "-e", "it"])]))
+    handle = await stack.ps.rollouts.create(task, first, mode=Mode.TRANSPARENT_PROXY)
+    result = await handle.result()
+    assert result.reward is not None and result.reward.value == 1.0
 
 
 async def test_tasks_are_checked_and_proved_and_what_does_not_hold_is_exit_code_1_or_2(
