@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.client import errors
+from penstock.client.counting import counted as counted
 from penstock.client.stack import StackFailed
 
 OK: Final = 0
@@ -166,11 +167,6 @@ def columns(*headers: str | tuple[str, JustifyMethod]) -> Table:
         else:
             table.add_column(header[0], justify=header[1], overflow="fold")
     return table
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 call`, `2 calls`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def clean(text: str) -> str:

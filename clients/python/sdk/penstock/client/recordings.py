@@ -62,8 +62,6 @@ class Turn:
     engine: str
     model: str
     sampling: Mapping[str, Any]
-    seed_drawn: bool
-    """Whether a seed in `sampling` is one that nobody asked for: the engine drew it, and draws another each time."""
     normalisations: tuple[str, ...]
     tools: tuple[str, ...]
     injected: bool
@@ -72,6 +70,8 @@ class Turn:
     receive_time: datetime | None
     end_time: datetime | None
     untrained: str = ""
+    seed_drawn: bool = False
+    """Whether a seed in `sampling` is one that nobody asked for: the engine drew it, and draws another each time."""
 
     @property
     def seconds(self) -> float | None:
