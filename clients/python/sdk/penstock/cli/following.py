@@ -22,6 +22,7 @@ from penstock.client import (
     connect,
 )
 from penstock.client.endpoints import Endpoints, of_state_dir
+from penstock.client.errors import PermissionDenied, Unauthenticated
 from penstock.client.results import RolloutChanges, RolloutSummary
 from penstock.client.rpc import Backoff
 
@@ -93,7 +94,7 @@ async def follow(chosen: Chosen, *, waits: bool = True) -> AsyncGenerator[Rollou
             if not (seen or waits):
                 raise
             error = broken
-        yield Trouble(error.message)
+        yield Trouble(_words(error))
         await asyncio.sleep(backoff.next(error))
 
 
@@ -131,3 +132,9 @@ def _changes(ps: Penstock, chosen: Chosen) -> AsyncGenerator[RolloutChanges, Non
         agent=chosen.agent,
         ended_limit=chosen.ended_limit,
     )
+
+
+def _words(error: PenstockError) -> str:
+    """For a screen that has one line for it: what it is about comes first."""
+    refused = isinstance(error, Unauthenticated | PermissionDenied)
+    return f"the token does not hold: {error.message}" if refused else error.message
