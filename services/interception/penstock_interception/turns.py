@@ -19,7 +19,18 @@ from penstock_chassis import tracing
 from penstock_chassis.errors import PenstockError
 from penstock_codec import CodecError
 from penstock_codec.chat import Sampling
-from penstock_interception.calls import Answerer, Arrival, Call, Dialect, Mode, Opening, Rollout, RolloutState, Source
+from penstock_interception.calls import (
+    Answerer,
+    Arrival,
+    Call,
+    Dialect,
+    Mode,
+    Opening,
+    Prompt,
+    Rollout,
+    RolloutState,
+    Source,
+)
 from penstock_interception.clock import Clock
 from penstock_interception.completions import Completion, Failure
 from penstock_interception.conversation import Conversation
@@ -258,6 +269,7 @@ class Turns:
         room = limit - int(plan.prompt_ids.size) if limit is not None else None
         if room is not None and room < 1:
             detail = f"The conversation has {plan.prompt_ids.size} tokens; the model's context is {limit}."
+            call.prompt = Prompt.of(plan)  # how long it was stays known
             self.gate.fail(call, Failure("CONTEXT_EXCEEDED", detail, retriable=False))
             return
         sampling = _bounded(call.sampling, room)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE
 from pathlib import Path
@@ -11,8 +12,11 @@ from pathlib import Path
 import orjson
 import pytest
 from tests.support.stack import Running
+from tests.support.waiting import eventually_async
 
+from penstock.client import Command, Mode, Task, Verifier
 from penstock.client.endpoints import write_connection
+from penstock.client.proving import AGENT, solving_agent
 
 TASKS = {
     "done": "instruction: Do the work.\nfiles: [{path: work.sh, content: touch first second}]\n"
@@ -81,6 +85,42 @@ async def test_an_evaluation_is_run_shown_reported_and_compared(stack: Running, 
     code, out, _ = await penstock(stack, tmp_path, "eval", "report", "second")
     assert (code, out.strip()) == (0, "second/report.html")
     assert (tmp_path / "second" / "report.html").stat().st_size > 10_000
+
+
+async def test_whoever_interrupts_an_evaluation_is_told_the_command_that_goes_on(
+    stack: Running, tmp_path: Path
+) -> None:
+    """Issue 6, point 6: nothing has to be put together again by hand."""
+    (tmp_path / "its tasks").mkdir()
+    (tmp_path / "its tasks" / "stuck.yaml").write_text(
+        "instruction: x\nsetup: [mkfifo in, cat in]\nverifier: {commands: ['true']}\n"
+    )
+    connection = tmp_path / "connection.json"
+    write_connection(connection, stack.stack.endpoints, pid=os.getpid())
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock.cli.main", "eval", "its tasks", "--agent", "shell", "--out", "kept"),
+        stdout=PIPE, stderr=PIPE, cwd=tmp_path, env={**os.environ, "PENSTOCK_CONNECTION": str(connection)},
+    )  # fmt: skip
+
+    async def begun() -> bool:
+        return any([item.task_id == "stuck" async for item in stack.ps.rollouts.list(ended=False)])
+
+    await eventually_async(begun, "a rollout is made")
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert process.returncode == 130
+    assert "  penstock eval 'its tasks' --agent shell --out kept\n" in err.decode(), err
+
+
+async def test_the_agent_that_runs_solutions_is_on_no_list_also_while_it_runs(stack: Running) -> None:
+    """Whoever proves tasks leaves no agent behind, interrupted or killed, and takes none from another who proves."""
+    first, second = await solving_agent(stack.ps), await solving_agent(stack.ps)
+    assert first == second
+    assert AGENT not in [agent.name async for agent in stack.ps.agents.list()]
+    task = Task(task_id="solved", instruction="touch it\n", verifier=Verifier(commands=[Command(["test", "-e", "it"])]))
+    handle = await stack.ps.rollouts.create(task, first, mode=Mode.TRANSPARENT_PROXY)
+    result = await handle.result()
+    assert result.reward is not None and result.reward.value == 1.0
 
 
 async def test_tasks_are_checked_and_proved_and_what_does_not_hold_is_exit_code_1_or_2(

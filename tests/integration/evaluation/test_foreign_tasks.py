@@ -13,7 +13,7 @@ from tests.support.stack import Running
 
 from penstock.client import Command, Task
 from penstock.client.importers import Choices, import_tasks
-from penstock.client.proving import AGENT, prove, script
+from penstock.client.proving import prove, script, solving_agent
 
 WITHOUT_IMAGES = Choices(image=False, resources=False)
 PYTEST = f"env PYTHONPATH={SITE_PACKAGES} PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python3 -m pytest"
@@ -29,7 +29,7 @@ def tasks_of(form: str, source: Path, destination: Path, choices: Choices = WITH
 async def reward_of(stack: Running, task: Task, commands: list[str]) -> tuple[float | None, dict[str, float]]:
     """What a task is worth, and in what parts, after an agent that ran these shell lines."""
     done = replace(task, instruction=script([Command(shell=line) for line in commands]))
-    handle = await stack.ps.rollouts.create(done, AGENT, mode="transparent_proxy")
+    handle = await stack.ps.rollouts.create(done, await solving_agent(stack.ps), mode="transparent_proxy")
     reward = (await handle.result()).reward
     return (None, {}) if reward is None else (reward.value, dict(reward.components))
 
@@ -142,8 +142,8 @@ async def test_a_reward_that_graded_code_wrote_before_it_killed_its_grader_is_no
         "        os.kill(int(pid), signal.SIGKILL)\n"
     )
     done = replace(task, instruction=script([Command(shell=f"cat >> sums.py <<'EOF'\n{forger}EOF")]))
-    outcome = (
-        await (await stack_with_pytest.ps.rollouts.create(done, AGENT, mode="transparent_proxy")).result()
-    ).outcome
+    solver = await solving_agent(stack_with_pytest.ps)
+    handle = await stack_with_pytest.ps.rollouts.create(done, solver, mode="transparent_proxy")
+    outcome = (await handle.result()).outcome
     assert outcome.reward is None and outcome.failure is not None
     assert (outcome.failure.cause, outcome.failure.reason) == ("verifier", "VERIFIER_CUT_SHORT")

@@ -19,10 +19,11 @@ from tests.integration.openenv.conftest import COPY, STUCK, TOKEN, Server
 from tests.support.upstream import vendor
 from tests.support.waiting import eventually_async
 
-from penstock.client import ConfigurationError, FailureCause, connect
+from penstock.client import ConfigurationError, FailureCause, InvalidArgument, connect
 from penstock.client.endpoints import write_connection
 from penstock.client.stack import LocalStack
-from penstock.openenv.arguments import Defaults
+from penstock.openenv.arguments import Defaults, parse
+from penstock.openenv.rollouts import run_rollout
 from penstock.openenv.serving import Listen, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -270,6 +271,16 @@ async def test_a_careless_listener_is_refused(server: Server, given: dict[str, A
         async with serving(server.ps, Listen(**given), Defaults()):
             raise AssertionError("it serves")
     assert refused.value.reason == "OPENENV_LISTEN"
+
+
+async def test_an_operator_who_skips_prompts_may_have_agents_that_have_none(stack: LocalStack) -> None:
+    """R63, R68: --skip-permissions is about the agents that ask; a caller who asks for it by name is told."""
+    defaults = Defaults(agent="shell", skip_permissions=True)
+    async with connect(stack.endpoints) as ps:
+        result = await run_rollout(ps, parse(COPY), defaults, seed=None, labels={})
+        assert result.error is None and result.reward == 0.5
+        with pytest.raises(InvalidArgument, match="no permission prompts"):
+            await run_rollout(ps, parse({**COPY, "skip_permissions": True}), defaults, seed=None, labels={})
 
 
 async def test_the_command_prints_an_address_that_works_and_stops_in_order(stack: LocalStack, tmp_path: Path) -> None:

@@ -51,6 +51,21 @@ def test_answers_of_tool_calls_are_compared_without_their_random_ids(tool: str, 
     assert found.divergence is None or (found.divergence.where, found.divergence.right.text) == ("message", "python {}")
 
 
+@pytest.mark.parametrize("asked", [{"temperature": 1.0}, {"temperature": 1.0, "seed": 7}])
+def test_a_seed_that_the_engine_drew_is_no_difference_and_one_that_was_asked_for_is(
+    asked: dict[str, Any], tmp_path: Path
+) -> None:
+    """Siblings that did the same are the same, although each call had random numbers of its own."""
+
+    def row(seed: int) -> dict[str, Any]:
+        requested = asked | ({"seed": seed} if "seed" in asked else {})
+        return ROW | {"sampling_requested": requested, "sampling_used": {"temperature": 1.0, "seed": seed}}
+
+    found = compare(recorded(tmp_path, row(1)), recorded(tmp_path, row(2)))
+    assert found.same is ("seed" not in asked)
+    assert [item.name for item in found.differences] == ([] if found.same else ["sampling"])
+
+
 def test_tokens_on_one_side_and_words_on_the_other_are_not_compared_and_that_is_said(tmp_path: Path) -> None:
     """Where answers cannot be compared it is never said that they are the same."""
     tokens = recorded(tmp_path, ROW | {"request_body": None, "response_message": None})

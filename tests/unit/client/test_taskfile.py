@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.commands import invoke
 
 from penstock.client import Command, InvalidArgument, RewardFrom, SeedFile, Task
 from penstock.client.taskfile import load_task
@@ -66,13 +67,13 @@ metadata: {level: 3}
         ("instruction: x\ninstrution: y", "instrution", "no such key"),
         ("task_id: x", "task", "instruction"),
         ("instruction: x\nsetup: [{argv: []}]", "setup.0", "argv"),
-        ("instruction: x\nverifier: {commands: []}", "verifier.commands", "at least 1"),
+        ("instruction: x\nverifier: {commands: []}", "verifier.commands", "must not be empty"),
         ("instruction: x\nfiles: [{path: a, content: b, from: c}]", "files.0", "exactly one"),
         ("instruction: x\nfiles: [{path: a, from: absent}]", "files.0.from", "absent"),
         ("instruction: x\nfiles: [{path: a, content: b, mode: rw}]", "files.0.mode", "octal"),
-        ("instruction: x\nenv: {A: 1}", "env.A", "string"),
+        ("instruction: x\nenv: {A: 1}", "env.A", "must be text: put it in quotes"),
         ("instruction_file: absent.md", "instruction_file", "absent.md"),
-        ("- x", "task", "dictionary"),
+        ("- x", "task", "must be a mapping"),
         ("a: [", "my task.yaml", "line 1"),
         ("instruction: x\ntask_id: a/b", "task_id", "pattern"),
     ],
@@ -86,6 +87,89 @@ def test_a_task_that_does_not_hold_is_refused_with_the_field_and_the_reason(
     assert any(field in item.field and description in item.description for item in caught.value.violations), str(
         caught.value
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "description"),
+    [
+        ("files: [{path: ../x, content: a}]", "files.0.path", "without '..'"),
+        ("files: [{path: a/../../x, content: a}]", "files.0.path", "without '..'"),
+        ("files: [{path: a/, content: a}]", "files.0.path", "the path of a file"),
+        ("files: [{path: /, content: a}]", "files.0.path", "the path of a file"),
+        ("files: [{path: a, content: a, mode: '4755'}]", "files.0.mode", "permission bits"),
+        ("files: [{path: a, content_base64: '?'}]", "files.0.content_base64", "must be base64"),
+        ("setup: ['  ']", "setup.0", "must not be empty"),
+        ("setup: [[a, 1]]", "setup.0.1", "must be text: put it in quotes"),
+        ("setup: [{shell: a, timeout: 700000}]", "setup.0.timeout", "must be at most 604800"),
+        ("setup: [{shell: a, timeout: .inf}]", "setup.0.timeout", "finite"),
+        ("env: {a-b: c}", "env.a-b", "the name of an environment variable"),
+        ("labels: {a b: c}", "labels.a b", "letters, digits"),
+        ("labels: {penstock_x: c}", "labels.penstock_x", "the service's own"),
+        ("limits: {agent: soon}", "limits.agent", "must be a number"),
+        ("limits: {agent: 700000}", "limits.agent", "must be at most 604800"),
+        ("budgets: {max_calls: 1.5}", "budgets.max_calls", "must be a whole number"),
+        ("budgets: {max_calls: 3000000000}", "budgets.max_calls", "must be less than"),
+        ("budgets: {call_rate: {calls: 1, period: 100000}}", "budgets.call_rate.period", "must be at most 86400"),
+        ("keep_diff: maybe", "keep_diff", "must be true or false"),
+        ("setup: {a: b}", "setup", "must be a list"),
+        ("sandbox: {setup_network: all}", "sandbox.setup_network", "must be 'open'"),
+        ("sandbox: {setup_network: {hosts: [a], port: [1]}}", "sandbox.setup_network.port", "did you mean ports?"),
+        ("metadata: {when: 2024-01-01}", "metadata.when", "in quotes"),
+        ("verifier: {commands: [a], reward: best}", "verifier.reward", "must be 'file' or 'passed_share'"),
+        ("verifier: {commands: [a], range: [1, 0]}", "verifier.range", "the lowest first"),
+        ("verifier: {commands: [a], restore: ['**']}", "verifier.restore.0", "everything back"),
+        ("verifier: {commands: [a], changes_below: [a]}", "verifier.changes_below", "fresh_fork"),
+        ("verifier: {commands: [a], component_ranges: {a: [0, 1]}}", "verifier.component_ranges", "reward: file"),
+    ],
+)
+def test_what_a_rollout_would_refuse_is_refused_in_the_file_with_one_problem_in_our_words(
+    tmp_path: Path, text: str, field: str, description: str
+) -> None:
+    """Issue 6, point 6: nothing waits for a rollout to be found, and nothing is said in the words of a library."""
+    with pytest.raises(InvalidArgument) as caught:
+        Task.load(write(tmp_path, f"instruction: x\n{text}"))
+    [item] = caught.value.violations
+    assert (item.field, item.description.partition(": ")[0]) == (field, "line 2")
+    assert description in item.description and "nput should" not in item.description
+
+
+@pytest.mark.parametrize("said", ["''", "'  '", "|\n \n"])
+def test_an_empty_instruction_is_refused_wherever_it_stands(tmp_path: Path, said: str) -> None:
+    """An agent that is told nothing would be refused when its rollout is made."""
+    (tmp_path / "said.md").write_text("\n")
+    for text in (f"instruction: {said}", "instruction_file: said.md"):
+        with pytest.raises(InvalidArgument, match="is empty: say what the agent shall do"):
+            Task.load(write(tmp_path, text))
+
+
+def test_every_problem_of_a_file_is_told_at_once_each_in_its_line(tmp_path: Path) -> None:
+    """Issue 6, point 6: also what needs the files beside it, or several keys, whatever else does not hold."""
+    text = """
+task_id: a b
+files:
+  - {path: a, from: absent}
+  - {path: ../b, content: c, content_base64: AA==}
+setup: [3]
+verifier:
+  commands: []
+  files: [{path: c, from: missing}]
+build: nowhere
+"""
+    code, _, err = invoke("tasks", "check", str(write(tmp_path, text)))
+    assert code == 2
+    told = [line.strip().removeprefix(f"{tmp_path}/my task.yaml: ") for line in err.splitlines()[1:]]
+    assert told.pop(0) == "task: give instruction or instruction_file", told
+    assert [line.partition(": line")[0] for line in told] == [
+        "task_id",
+        "files.0.from",
+        "files.1",
+        "files.1.path",
+        "setup.0",
+        "verifier.commands",
+        "verifier.files.0.from",
+        "build",
+    ]
+    assert all(": line " in line for line in told)
 
 
 _VALUES = st.recursive(

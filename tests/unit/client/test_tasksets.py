@@ -122,7 +122,7 @@ def test_all_problems_of_all_tasks_are_told_with_file_line_and_what_was_probably
         ("tasks: ['../*']", "tasks.0", "leads out"),
         ("tasks: [absent.yaml]", "tasks.0", "there is none"),
         ("task: [a]", "task", "did you mean tasks?"),
-        ("tasks: []", "tasks", "at least 1"),
+        ("tasks: []", "tasks", "must not be empty"),
     ],
 )
 def test_a_task_set_that_does_not_hold_is_refused_with_the_field(

@@ -305,6 +305,26 @@ def test_groups_have_their_mean_and_spread_and_the_curve_runs_through_them() -> 
     assert points == [Point(0.0, 0.5, 1.0), Point(1.0, 1.0, 1.0)] and "2 groups" in caption
 
 
+def test_what_somebody_cancelled_is_counted_by_that_name_and_not_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that has its results cancels its spares: nothing of it failed. One of something is said so."""
+
+    def failure(cause: FailureCause, reason: str) -> Failure:
+        return Failure(cause, reason, "", False, Phase.RUNNING)
+
+    ends = [None, failure(FailureCause.CANCELLED, "GROUP_COMPLETE"), failure(FailureCause.AGENT, "AGENT_CRASHED")]
+    standing = Standing()
+    items = tuple(summary(n, group_id="g", failure=end) for n, end in enumerate(ends))
+    standing.apply(RolloutChanges(items, (), True))
+    [group] = standing.groups()
+    assert (group.failed, group.cancelled) == (1, 1)
+    assert "mean and range of 1 group in" in standing.curve()[1]
+    view = watch.View(Chosen())
+    view.standing = standing
+    monkeypatch.setattr(watch, "out", Console(file=io.StringIO(), width=120, height=24, force_terminal=True))
+    told = drawn([view.frame()], 120)
+    assert "3 rollouts" in told and "(1 failed) (1 cancelled)" in told and "group complete" in told
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60), (40, 10), (20, 5)])
 def test_the_screen_of_watch_fits_and_scrolls(width: int, height: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any terminal, a thousand rollouts, any key."""

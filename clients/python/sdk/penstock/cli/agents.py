@@ -20,7 +20,10 @@ from penstock.cli.services import services
 from penstock.client.agentfile import dump_spec, load_spec
 from penstock.client.agents import Agent, CheckFinding
 from penstock.client.connection import Penstock
-from penstock.client.trials import run_trial
+from penstock.client.endpoints import is_local
+from penstock.client.errors import PenstockError
+from penstock.client.trials import Trial, run_trial
+from penstock.client.unasked import NO_UNASKED, unasked_model
 from penstock.driver.v1.agent_pb2 import AgentSpec
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,62}")
@@ -156,10 +159,23 @@ async def _check(agent: Path | str, install: bool, trial: bool, backend: str, as
             failed |= _tell(finding, as_json)
         if trial and not failed:
             async with _registered(ps, given) as tried:
-                made = await run_trial(ps, tried, backend=backend, tell=partial(_progress, as_json))
+                made = await _tried(ps, tried, backend, as_json)
                 for finding in made.findings():
                     failed |= _tell(finding, as_json)
     return FAILED if failed else OK
+
+
+async def _tried(ps: Penstock, agent: Agent, backend: str, as_json: bool) -> Trial:
+    """The trial, with no model behind it where the gate can do without: a real one's context would bound the prompt."""
+    tell = partial(_progress, as_json)
+    if is_local(ps.endpoints.interception):
+        try:
+            async with unasked_model() as source:
+                return await run_trial(ps, agent, backend=backend, source=source, tell=tell)
+        except PenstockError as error:
+            if error.reason not in NO_UNASKED:
+                raise
+    return await run_trial(ps, agent, backend=backend, tell=tell)
 
 
 @asynccontextmanager

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.client import errors
+from penstock.client.counting import counted as counted
 from penstock.client.stack import StackFailed
 
 OK: Final = 0
@@ -84,7 +85,7 @@ def run(work: Coroutine[Any, Any, int]) -> None:
     except errors.PenstockError as error:
         if os.environ.get("PENSTOCK_DEBUG") == "1":
             raise
-        err.print(f"[bold red]error[/]: {escape(clean(str(error)))}", soft_wrap=True)
+        err.print(f"[bold red]error[/]: {escape(clean(_lines(error)))}", soft_wrap=True)
         if isinstance(error, errors.InvalidArgument):
             sys.exit(USAGE)
         sys.exit(UNREACHABLE if isinstance(error, _UNREACHABLE) else REFUSED)
@@ -140,7 +141,15 @@ def read(load: Callable[[Path], T], file: Path) -> T:
     try:
         return load(file)
     except errors.PenstockError as error:
-        usage_error(str(error))
+        usage_error(_lines(error))
+
+
+def _lines(error: errors.PenstockError) -> str:
+    """An error in one line, or where several things do not hold, one line for each of them."""
+    told = [f"{item.field}: {item.description}" for item in error.violations]
+    if len(told) < 2 or "; ".join(told[:2]) in error.message:
+        return str(error)
+    return "\n  ".join((error.message, *told))
 
 
 def usage_error(message: str) -> NoReturn:
@@ -158,11 +167,6 @@ def columns(*headers: str | tuple[str, JustifyMethod]) -> Table:
         else:
             table.add_column(header[0], justify=header[1], overflow="fold")
     return table
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 call`, `2 calls`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def clean(text: str) -> str:

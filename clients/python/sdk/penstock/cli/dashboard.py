@@ -12,8 +12,9 @@ from rich.markup import escape
 
 from penstock.cli.console import OK, emit, err, out, run, usage_error
 from penstock.cli.options import AsJson
+from penstock.client.access import check_access
 from penstock.client.endpoints import DEFAULT_DASHBOARD_PORT, Endpoints, of_state_dir, resolve
-from penstock.client.errors import ConfigurationError
+from penstock.client.errors import ConfigurationError, PermissionDenied, Unauthenticated
 
 MISSING: Final = "the dashboard needs aiohttp: pip install 'penstock[dashboard]'"
 
@@ -72,6 +73,8 @@ async def _serve(
 ) -> int:
     from penstock.dashboard.serving import Place, serve  # aiohttp is an extra
 
+    if show_token:
+        await _check_token(endpoints)
     async with serve(endpoints, Place(*listen)) as shown:
         link = shown.link(endpoints.token if show_token else None)
         if as_json:
@@ -81,6 +84,22 @@ async def _serve(
         err.print(f"[dim]services as found in {escape(endpoints.origin)}; Ctrl-C ends the dashboard, not them[/]")
         await asyncio.get_running_loop().create_future()
     return OK
+
+
+async def _check_token(endpoints: Endpoints) -> None:
+    """The address that is printed carries the token: one that does not hold would be a page that shows nothing."""
+    try:
+        up = await check_access(endpoints, starts_rollouts=False)
+    except (Unauthenticated, PermissionDenied) as error:
+        raise type(error)(
+            f"{error.message} (With --no-token the page is served all the same, and asks who opens it for one.)",
+            reason=error.reason,
+        ) from None
+    if not up:
+        err.print(
+            f"no driver answers at {escape(endpoints.driver)} yet: the page waits for it, and the token was not tried",
+            soft_wrap=True,
+        )
 
 
 @asynccontextmanager

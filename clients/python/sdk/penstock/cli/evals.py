@@ -1,8 +1,11 @@
 """`penstock eval`: a task set, n attempts at each task, success rates, a report; interrupted, it goes on later."""
 
+import asyncio
 import hashlib
-from collections.abc import Sequence
-from contextlib import ExitStack
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +16,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from penstock.cli.asking import answered, answerer
-from penstock.cli.console import FAILED, OK, emit, err, out, read, run, usage_error
+from penstock.cli.console import FAILED, OK, clean, emit, err, out, read, run, usage_error
 from penstock.cli.evaltable import Board, differences, table
 from penstock.cli.options import (
     AgentName,
@@ -134,7 +137,7 @@ def run_(
             await build_images(chosen_tasks, lambda line: err.print(escape(line), style="dim"))
         async with answered(choice, answers, state_dir=state_dir) as ps:
             spec = await ps.agents.get(agent)
-            with ExitStack() as stack:
+            with _said_how_to_go_on(folder), ExitStack() as stack:
                 book = stack.enter_context(Book(folder, {**config, "agent_spec": spec.spec_sha256}))
                 names = [task.task_id for task in chosen_tasks]
                 board = Board(book, names, n, threshold, as_json=as_json)
@@ -225,6 +228,18 @@ def _show(summary: Summary, as_json: bool) -> None:
         emit({"summary": summary.table()})
     else:
         out.print(table(summary))
+
+
+@contextmanager
+def _said_how_to_go_on(folder: Path) -> Iterator[None]:
+    """Whoever interrupts it is told the command that goes on."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        command = shlex.join(["penstock", *sys.argv[1:]])
+        err.print(f"what has ended is kept in {escape(str(folder))}; the same command goes on:", soft_wrap=True)
+        err.print(f"  {escape(clean(command))}", soft_wrap=True)
+        raise
 
 
 def _chosen(tasks: Sequence[Task], patterns: Sequence[str]) -> list[Task]:

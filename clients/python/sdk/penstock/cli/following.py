@@ -135,6 +135,6 @@ def _changes(ps: Penstock, chosen: Chosen) -> AsyncGenerator[RolloutChanges, Non
 
 
 def _words(error: PenstockError) -> str:
-    if isinstance(error, Unauthenticated | PermissionDenied):
-        return f"the token does not hold ({error.message}); is PENSTOCK_TOKEN of the services that run now?"
-    return error.message
+    """For a screen that has one line for it: what it is about comes first."""
+    refused = isinstance(error, Unauthenticated | PermissionDenied)
+    return f"the token does not hold: {error.message}" if refused else error.message

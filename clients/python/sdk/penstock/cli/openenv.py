@@ -16,6 +16,8 @@ from penstock.cli.console import OK, emit, err, out, run, usage_error
 from penstock.cli.options import AsJson
 from penstock.cli.services import services
 from penstock.cli.up import Engine, ModelDir, Script, StateDir, model_choice
+from penstock.client import Penstock
+from penstock.client.access import check_access
 
 app = typer.Typer(help="Serve agents' rollouts to clients of OpenEnv.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -39,7 +41,7 @@ def serve(
         str, typer.Option(help="Who answers where the caller names nobody: an upstream by name, or `inference`.")
     ] = "",
     backend: Annotated[str, typer.Option(help="Where sandboxes run; default: the sandbox service's.")] = "",
-    skip_permissions: Annotated[bool, typer.Option(help="Skip the agents' own permission prompts (recorded).")] = False,
+    skip_permissions: Annotated[bool, typer.Option(help="Skip agents' own prompts, where they have any.")] = False,
     max_sessions: Annotated[
         int, typer.Option(min=1, max=4096, envvar=SESSIONS_VARIABLE, help="Environments that may be open at once.")
     ] = 4,
@@ -74,21 +76,33 @@ def serve(
     async def work() -> int:
         listen = Listen(host=host, port=port, token=token, cert=tls_cert, key=tls_key)
         stopped = _stop_signals()
-        async with (
-            services(choice, state_dir=state_dir) as ps,
-            serving(ps, listen, defaults, max_sessions=max_sessions, idle_s=idle_timeout) as address,
-        ):
-            shown = address if token is None or given is not None else _with_token(address, token)
-            if as_json:
-                emit({"base_url": shown})
-            else:
-                out.print(escape(shown), soft_wrap=True)
-            err.print("[dim]clients take this as base_url; Ctrl-C ends it with every rollout that it runs[/]")
-            await stopped.wait()
-            err.print("stopping")
+        async with services(choice, state_dir=state_dir) as ps:
+            await _look(ps, agent, skip_permissions)
+            async with serving(ps, listen, defaults, max_sessions=max_sessions, idle_s=idle_timeout) as address:
+                shown = address if token is None or given is not None else _with_token(address, token)
+                if as_json:
+                    emit({"base_url": shown})
+                else:
+                    out.print(escape(shown), soft_wrap=True)
+                err.print("[dim]clients take this as base_url; Ctrl-C ends it with every rollout that it runs[/]")
+                await stopped.wait()
+                err.print("stopping")
         return OK
 
     run(work())
+
+
+async def _look(ps: Penstock, agent: str, skip_permissions: bool) -> None:
+    """Ends the program before it serves where the token may start no rollouts; services may still come up."""
+    if not await check_access(ps.endpoints, starts_rollouts=True):
+        where = escape(ps.endpoints.driver)
+        err.print(
+            f"no driver answers at {where} yet: calls fail until it does, and the token was not tried", soft_wrap=True
+        )
+        return
+    asks = (await ps.agents.get(agent)).can_skip_permissions
+    if skip_permissions and not asks:
+        err.print(f"{escape(agent)} asks for no permissions: --skip-permissions is for callers' other agents")
 
 
 def _stop_signals() -> asyncio.Event:

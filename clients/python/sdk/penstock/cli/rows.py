@@ -12,7 +12,7 @@ from rich.text import Text
 
 from penstock.cli.console import clean
 from penstock.cli.curve import strip
-from penstock.cli.standing import GroupStanding, totals
+from penstock.cli.standing import GroupStanding, is_cancelled, totals
 from penstock.client.results import Phase, RolloutSummary
 
 WIDE: Final = 110
@@ -61,7 +61,9 @@ def groups(items: Sequence[GroupStanding], width: int, span: tuple[float, float]
     if wide:
         for name in ("task", "run"):
             table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=_WORD)
-    for name in ("ended", "failed", "version", "calls", "tokens", "mean", "sd"):
+    cancelled = any(item.cancelled for item in items)
+    names = ("ended", "failed", *(("cancelled",) if cancelled else ()), "version", "calls", "tokens", "mean", "sd")
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     places = 24 if wide else 11
     table.add_column(f"{span[0]:g}" + f"{span[1]:g}".rjust(places - len(f"{span[0]:g}")), no_wrap=True)
@@ -72,6 +74,7 @@ def groups(items: Sequence[GroupStanding], width: int, span: tuple[float, float]
             *((Text(clean(first.task_id)), Text(clean(first.run_id or ""))) if wide else ()),
             f"{item.ended}/{len(item.rollouts)}",
             Text(str(item.failed or ""), style="red"),
+            *((Text(str(item.cancelled or ""), style="yellow"),) if cancelled else ()),
             versions(item.rollouts),
             str(totals(item.rollouts)[0] or ""),
             _tokens(item.rollouts),
@@ -93,7 +96,8 @@ def state(item: RolloutSummary) -> Text:
         return Text(item.phase.value.replace("_", " ") + again, style=_STYLES[item.phase])
     if item.failure is None:
         return Text("completed", style="green")
-    return Text(clean(item.failure.reason.lower().replace("_", " ")), style="red")
+    reason = clean(item.failure.reason.lower().replace("_", " "))
+    return Text(reason, style="yellow" if is_cancelled(item) else "red")
 
 
 def versions(items: Sequence[RolloutSummary]) -> str:

@@ -9,7 +9,8 @@ from statistics import fmean, pstdev
 from typing import Final
 
 from penstock.cli.curve import Point
-from penstock.client.results import Phase, RolloutChanges, RolloutSummary
+from penstock.client.counting import counted
+from penstock.client.results import FailureCause, Phase, RolloutChanges, RolloutSummary
 
 _WINDOW: Final = 8
 """Rollouts of no group that make a point of the curve together."""
@@ -35,8 +36,13 @@ class GroupStanding:
 
     @property
     def failed(self) -> int:
-        """How many did not complete."""
-        return sum(item.failure is not None for item in self.rollouts)
+        """How many did not complete although nobody cancelled them."""
+        return sum(item.failure is not None for item in self.rollouts) - self.cancelled
+
+    @property
+    def cancelled(self) -> int:
+        """How many somebody cancelled."""
+        return sum(is_cancelled(item) for item in self.rollouts)
 
     @property
     def mean(self) -> float | None:
@@ -120,13 +126,19 @@ class Standing:
         if groups:
             return [
                 _point(rewards) for rewards in groups
-            ], f"mean and range of {len(groups)} groups in the order in which they began"
+            ], f"mean and range of {counted(len(groups), 'group')} in the order in which they began"
         over = sorted(
             (item for item in self._rollouts.values() if item.reward), key=lambda item: item.end_time or _LONG_AGO
         )
         rewards = [item.reward.value for item in over if item.reward is not None]
         points = [_point(part) for part in _windows(rewards)]
-        return points, f"{len(rewards)} rollouts in the order in which they ended; mean and range of {_WINDOW} together"
+        of = counted(len(rewards), "rollout")
+        return points, f"{of} in the order in which they ended; mean and range of {_WINDOW} together"
+
+
+def is_cancelled(item: RolloutSummary) -> bool:
+    """Whether somebody wanted no more of it, which is no failure of anything."""
+    return item.failure is not None and item.failure.cause is FailureCause.CANCELLED
 
 
 def _point(rewards: Sequence[float]) -> Point:

@@ -52,7 +52,8 @@ def check(
         )
     if not as_json:
         out.print(rows)
-        err.print(f"{counted(len(given), 'task')} of {escape(given.name)} hold", style="dim")
+        verb = "holds" if len(given) == 1 else "hold"
+        err.print(f"{counted(len(given), 'task')} of {escape(given.name)} {verb}", style="dim")
 
 
 @app.command(short_help="The JSON schema of a task file, for editors.")

@@ -16,7 +16,7 @@ from penstock.cli.following import Chosen, Connected, Trouble, follow, once
 from penstock.cli.options import AsJson, Labels, label_filter
 from penstock.cli.screen import Screen, interactive
 from penstock.cli.shapes import summary_shape
-from penstock.cli.standing import Standing, totals
+from penstock.cli.standing import Standing, is_cancelled, totals
 from penstock.cli.up import StateDir
 from penstock.client.errors import first_of
 from penstock.client.results import RolloutChanges, RolloutSummary
@@ -254,9 +254,11 @@ def _summary(standing: Standing) -> Text:
         line.append(f"  reward {sum(rewards) / len(rewards):.3f}", style="bold cyan")
     for phase, count in standing.phases().items():
         line.append(f"  {count} {phase.value.replace('_', ' ')}")
-    failed = sum(item.failure is not None for item in items)
-    if failed:
-        line.append(f" ({failed} failed)", style="red")
+    cancelled = sum(map(is_cancelled, items))
+    failed = sum(item.failure is not None for item in items) - cancelled
+    for count, word, style in ((failed, "failed", "red"), (cancelled, "cancelled", "yellow")):
+        if count:
+            line.append(f" ({count} {word})", style=style)
     calls, prompt, sampled = totals(items)
     if calls:
         tokens = f"{rows.counted_tokens(prompt)}+{rows.counted_tokens(sampled)} tokens"

@@ -38,6 +38,11 @@ class Agent:
     register_time: datetime | None
     spec: agent_pb2.AgentSpec
 
+    @property
+    def can_skip_permissions(self) -> bool:
+        """Whether it asks before it acts, and can be told not to: `AgentChoice.skip_permissions`."""
+        return bool(self.spec.skip_permissions_argv or self.spec.skip_permissions_env)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckFinding:

@@ -145,6 +145,11 @@ def _first(side: Recording, get: Callable[[Turn], Any]) -> Any:
     return next((value for turn in side.turns if (value := get(turn))), None)
 
 
+def _sampling(turn: Turn) -> dict[str, Any]:
+    """Without a seed that is drawn anew for each call, as ids are."""
+    return {name: value for name, value in turn.sampling.items() if name != "seed" or not turn.seed_drawn}
+
+
 def _versions(side: Recording) -> list[int] | None:
     numbers = sorted({span.policy_version for turn in side.turns for span in turn.versions})
     return numbers or None
@@ -157,7 +162,7 @@ _FACTS: Final[tuple[tuple[str, str, Callable[[Recording], Any]], ...]] = (
     ("task", "labels", lambda side: dict(side.labels)),
     ("task", "model", lambda side: _first(side, lambda turn: turn.model)),
     ("task", "engine", lambda side: _first(side, lambda turn: turn.engine)),
-    ("task", "sampling", lambda side: _first(side, lambda turn: dict(turn.sampling))),
+    ("task", "sampling", lambda side: _first(side, _sampling)),
     ("task", "tokenizer", lambda side: side.tokenizer_sha256 or None),
     ("task", "policy versions", _versions),
     ("end", "ended", lambda side: _ended(side)),

@@ -39,6 +39,8 @@ DEFAULT_DASHBOARD_PORT: Final = 7790
 """Port of the dashboard when nothing else is said."""
 
 
+_GIVEN: Final = "the program that calls"
+
 CONNECTION_FILE: Final = "connection.json"
 """Name of the connection file in a state directory."""
 
@@ -64,10 +66,12 @@ class Endpoints:
     tls: Tls | None = None
     origin: str = "the defaults"
     """Where they were found, for people."""
+    token_origin: str = _GIVEN
+    """Where the token was found, for people."""
 
     def __post_init__(self) -> None:
         if self.token is not None:
-            _check_token(self.token)
+            _check_token(self.token, self.token_origin)
         for service in SERVICES:
             address = self.address(service)
             if address and self.token is not None and self.tls is None and not is_local(address):
@@ -80,6 +84,21 @@ class Endpoints:
         """The address of one service."""
         value: str = getattr(self, service)
         return value
+
+    @property
+    def token_advice(self) -> str:
+        """What to do where the services do not take the token, or there is none."""
+        file = connection_file()
+        if self.token is None:
+            return (
+                "No token was sent: set PENSTOCK_TOKEN to one of theirs, PENSTOCK_TOKEN_FILE to a file with it, or"
+                f" PENSTOCK_CONNECTION to a connection file. (`penstock up` writes one while it runs: {file}.)"
+            )
+        advice = "are these services of another start than it?"
+        if self.token_origin.startswith("PENSTOCK_TOKEN"):
+            variable = self.token_origin.partition(" ")[0]
+            advice = f"set it to a token of these services, or unset {variable} to use that of {file}."
+        return f"The token that was sent is from {self.token_origin}: {advice}"
 
 
 Target = str | Path | Mapping[str, str] | Endpoints
@@ -97,21 +116,20 @@ def resolve(target: Target | None = None, token: str | None = None, tls: Tls | N
     if isinstance(target, Path):
         return read_connection(target, token, tls)
     said = tls or _environment_tls()
+    sent, token_origin = (token, _GIVEN) if token else _environment_token()
     if target is not None:
-        return Endpoints(
-            **_addresses(target), token=token or _environment_token(), tls=said, origin="the target that was given"
-        )
+        origin = "the target that was given"
+        return Endpoints(**_addresses(target), token=sent, tls=said, origin=origin, token_origin=token_origin)
     environment: dict[str, str] = {
         service: value for service in SERVICES if (value := os.environ.get(f"PENSTOCK_{service.upper()}_ADDRESS"))
     }
     if environment:
-        return Endpoints(
-            **_addresses(environment), token=token or _environment_token(), tls=said, origin="the environment"
-        )
+        origin = "the environment"
+        return Endpoints(**_addresses(environment), token=sent, tls=said, origin=origin, token_origin=token_origin)
     file = connection_file()
     if _is_live(file):
-        return read_connection(file, token or _environment_token(), tls)
-    return Endpoints(token=token or _environment_token(), tls=said)
+        return read_connection(file, sent, tls, token_origin=token_origin)
+    return Endpoints(token=sent, tls=said, token_origin=token_origin)
 
 
 def of_state_dir(directory: Path) -> Endpoints | None:
@@ -170,8 +188,10 @@ def write_connection(file: Path, endpoints: Endpoints, *, pid: int | None) -> No
         raise
 
 
-def read_connection(file: Path, token: str | None = None, tls: Tls | None = None) -> Endpoints:
-    """Reads a connection file; `token` and `tls` replace the file's.
+def read_connection(
+    file: Path, token: str | None = None, tls: Tls | None = None, *, token_origin: str = _GIVEN
+) -> Endpoints:
+    """Reads a connection file; `token`, which comes from `token_origin`, and `tls` replace the file's.
 
     Raises:
         ConfigurationError: it cannot be read, is not ours alone, or is malformed.
@@ -185,7 +205,9 @@ def read_connection(file: Path, token: str | None = None, tls: Tls | None = None
         content = orjson.loads(file.read_bytes())
         if tls is None and (ca := content.get("ca")) is not None:
             tls = Tls(file.parent / ca)
-        return Endpoints(**_addresses(content["addresses"]), token=token or content["token"], tls=tls, origin=str(file))
+        addresses = _addresses(content["addresses"])
+        sent, found = (token, token_origin) if token else (content["token"], str(file))
+        return Endpoints(**addresses, token=sent, tls=tls, origin=str(file), token_origin=found)
     except OSError as error:
         raise ConfigurationError(f"{file} cannot be read: {error.strerror}", reason="CONNECTION_FILE") from None
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
@@ -240,16 +262,18 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _environment_token() -> str | None:
+def _environment_token() -> tuple[str | None, str]:
+    """A token that the environment names, and by which variable."""
     token, file = os.environ.get("PENSTOCK_TOKEN"), os.environ.get("PENSTOCK_TOKEN_FILE")
     if token is not None:
-        return token
+        return token, "PENSTOCK_TOKEN"
     if file is None:
-        return None
+        return None, ""
     try:
-        return Path(file).read_text(encoding="utf-8").removesuffix("\n").removesuffix("\r")
+        found = Path(file).read_text(encoding="utf-8").removesuffix("\n").removesuffix("\r")
     except (OSError, UnicodeDecodeError):
         raise ConfigurationError(f"PENSTOCK_TOKEN_FILE names {file}, which cannot be read", reason="TOKEN") from None
+    return found, f"PENSTOCK_TOKEN_FILE ({file})"
 
 
 def _environment_tls() -> Tls | None:
@@ -257,10 +281,11 @@ def _environment_tls() -> Tls | None:
     return Tls(Path(file)) if file else None
 
 
-def _check_token(token: str) -> None:
+def _check_token(token: str, origin: str) -> None:
     if not token or token != token.strip() or not token.isascii() or not token.isprintable():
         raise ConfigurationError(
-            "A token must be printable ASCII, not blank and without whitespace around it", reason="TOKEN"
+            f"A token must be printable ASCII, not blank and without whitespace around it; this one is from {origin}",
+            reason="TOKEN",
         )
 
 

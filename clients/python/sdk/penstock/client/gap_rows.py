@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.client.chat import LogprobsMode, VersionSpan
+from penstock.client.counting import counted
 from penstock.client.errors import FailedPrecondition, InvalidArgument, NotFound, Violation
 from penstock.client.export import Row
 from penstock.client.gap import Scored
@@ -51,11 +52,11 @@ class Told:
         if self.other_versions:
             names = ", ".join("unknown" if v is None else f"v{v}" for v in sorted(self.other_versions, key=str))
             count = sum(self.other_versions.values())
-            yield f"left out: {count} tokens of versions that are not in force any more ({names})"
+            yield f"left out: {counted(count, 'token')} of versions that are not in force any more ({names})"
         if self.greedy:
-            yield f"left out: {self.greedy} tokens that were sampled at temperature 0"
+            yield f"left out: {counted(self.greedy, 'token')} sampled at temperature 0"
         if self.rows_without_logprobs:
-            yield f"left out: {self.rows_without_logprobs} rows without the engine's tokens and logprobs"
+            yield f"left out: {counted(self.rows_without_logprobs, 'row')} without the engine's tokens and logprobs"
         if self.filtered:
             yield (
                 f"{self.filtered} tokens were sampled under top_p, top_k, min_p or penalties, which a score does not"

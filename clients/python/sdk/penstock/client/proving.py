@@ -16,13 +16,12 @@ from penstock.client.connection import Penstock
 from penstock.client.errors import first_of
 from penstock.client.results import CommandFinished, Ended, Outcome
 from penstock.client.rollouts import RolloutOptions
-from penstock.client.tasks import Command, Mode, Task
+from penstock.client.tasks import AgentChoice, Command, Mode, Task
 from penstock.driver.v1 import agent_pb2
 from penstock.trajectory.v1 import trajectory_pb2
 
 _INTERRUPTED: Final = "the proof was interrupted"
 AGENT: Final = "penstock-solution"
-"""Registered by whoever proves; it never asks a model."""
 _PATH: Final = ".penstock-solution/solution.sh"
 _TAIL: Final = 1500
 
@@ -45,28 +44,41 @@ async def prove(
 
     Raises what `ps.rollouts.create` raises.
     """
-    await ps.agents.register(_spec())
+    solver = await solving_agent(ps)
     places = asyncio.Semaphore(concurrency)
     given: RolloutOptions = {"mode": Mode.TRANSPARENT_PROXY, **(options or {})}
     given["run_id"] = f"prove-{secrets.token_hex(6)}"
     proofs: list[asyncio.Task[Proof]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            proofs.extend(group.create_task(_prove(ps, task, given, places)) for task in tasks)
+            proofs.extend(group.create_task(_prove(ps, task, solver, given, places)) for task in tasks)
     except BaseExceptionGroup as failed:
         raise first_of(failed) from None
     return [proof.result() for proof in proofs]
 
 
-async def _prove(ps: Penstock, task: Task, options: RolloutOptions, places: asyncio.Semaphore) -> Proof:
+async def solving_agent(ps: Penstock) -> AgentChoice:
+    """An agent that runs its instruction as a shell script and never asks a model, for rollouts of one's own.
+
+    It is nobody's to choose: it is off the list again before this returns, and known by the hash of its spec alone.
+    So nothing stays, however the program ends, and one who proves takes nothing away from another.
+    """
+    agent = await ps.agents.register(_spec())
+    await ps.agents.delete(agent.name)
+    return AgentChoice(name=agent.name, spec_sha256=agent.spec_sha256)
+
+
+async def _prove(
+    ps: Penstock, task: Task, solver: AgentChoice, options: RolloutOptions, places: asyncio.Semaphore
+) -> Proof:
     if task.verifier is None or task.solution is None:
         lacks = "verifier" if task.verifier is None else "solution"
         return Proof(task_id=task.task_id, solution=None, nothing=None, holds=False, problems=(f"it has no {lacks}",))
     solved = replace(
         task, instruction=script(task.solution.commands), files=[*task.files, *task.solution.files], solution=None
     )
-    right, told = await _run(ps, solved, options, places)
-    wrong, _ = await _run(ps, replace(task, instruction=":\n", solution=None), options, places)
+    right, told = await _run(ps, solved, solver, options, places)
+    wrong, _ = await _run(ps, replace(task, instruction=":\n", solution=None), solver, options, places)
     solution, nothing = (None if item.reward is None else item.reward.value for item in (right, wrong))
     most = task.verifier.range[1] if task.verifier.range is not None else 1.0
     problems = []
@@ -77,10 +89,12 @@ async def _prove(ps: Penstock, task: Task, options: RolloutOptions, places: asyn
     return Proof(task_id=task.task_id, solution=solution, nothing=nothing, holds=not problems, problems=tuple(problems))
 
 
-async def _run(ps: Penstock, task: Task, options: RolloutOptions, places: asyncio.Semaphore) -> tuple[Outcome, str]:
+async def _run(
+    ps: Penstock, task: Task, solver: AgentChoice, options: RolloutOptions, places: asyncio.Semaphore
+) -> tuple[Outcome, str]:
     """How a rollout ended, and what its verifier and its agent said last."""
     async with places:
-        handle = await created(ps.rollouts.create(task, AGENT, **options), _INTERRUPTED)
+        handle = await created(ps.rollouts.create(task, solver, **options), _INTERRUPTED)
         outcome, told = Outcome(), ""
         try:
             async for event in handle.events():

@@ -70,6 +70,8 @@ class Turn:
     receive_time: datetime | None
     end_time: datetime | None
     untrained: str = ""
+    seed_drawn: bool = False
+    """Whether a seed in `sampling` is one that nobody asked for: the engine drew it, and draws another each time."""
 
     @property
     def seconds(self) -> float | None:
@@ -337,6 +339,7 @@ def _turn(row: Row, untrained: str) -> Turn:
         engine=row.get("engine") or "",
         model=row.get("model") or row.get("model_requested") or "",
         sampling=row.get("sampling_used") or row.get("sampling_requested") or {},
+        seed_drawn="seed" not in (row.get("sampling_requested") or {}),
         normalisations=tuple(map(str, row.get("normalisations") or ())),
         tools=tuple(str(tool["name"]) for tool in row.get("tools") or ()),
         injected=bool(row.get("injected")),

@@ -14,7 +14,13 @@ import grpc
 
 from penstock.client import tracing
 from penstock.client.endpoints import Endpoints, ServiceName, Tls
-from penstock.client.errors import ConfigurationError, PenstockError, Unavailable, from_rpc_error
+from penstock.client.errors import (
+    ConfigurationError,
+    PenstockError,
+    Unauthenticated,
+    Unavailable,
+    from_rpc_error,
+)
 
 if TYPE_CHECKING:
     Unary = grpc.aio.UnaryUnaryMultiCallable
@@ -73,6 +79,7 @@ class Service:
     """One service as the client sees it. Made inside a running event loop, closed with `close`."""
 
     def __init__(self, name: ServiceName, endpoints: Endpoints) -> None:
+        self._endpoints = endpoints
         self.address = endpoints.address(name)
         self.peer = f"the {name} service at {self.address}"
         self.channel = _open(self.address, endpoints.tls)
@@ -83,6 +90,17 @@ class Service:
 
     def _metadata(self) -> Sequence[tuple[str, str]]:
         return (*self.metadata, *tracing.metadata())
+
+    def error(self, failure: grpc.aio.AioRpcError) -> PenstockError:
+        """What a failed call of this service stands for; one whose token it does not take says where that is from."""
+        error = from_rpc_error(failure, self.peer)
+        if isinstance(error, Unauthenticated):
+            told = f"{error.message.rstrip('.')}, says {self.peer}. {self._endpoints.token_advice}"
+        elif error.reason == "ROLE_NOT_ALLOWED":
+            told = f"{error.message} The token that was sent is from {self._endpoints.token_origin}."
+        else:
+            return error
+        return type(error)(told, reason=error.reason, metadata=error.metadata)
 
     async def close(self) -> None:
         """Closes the channel; calls that are open end."""
@@ -109,7 +127,7 @@ class Service:
                 answer: A = await method(request, timeout=timeout, metadata=self._metadata())
                 return answer
             except grpc.aio.AioRpcError as failure:
-                error = from_rpc_error(failure, self.peer)
+                error = self.error(failure)
                 if not (repeatable and isinstance(error, Unavailable) and attempt + 1 < _ATTEMPTS):
                     raise error from None
             delay = backoff.next(error)
@@ -144,7 +162,7 @@ class Service:
             async for message in call:
                 yield message
         except grpc.aio.AioRpcError as failure:
-            raise from_rpc_error(failure, self.peer) from None
+            raise self.error(failure) from None
         finally:
             call.cancel()
 
@@ -160,7 +178,7 @@ class Service:
                 answer: A = message
                 return answer
         except grpc.aio.AioRpcError as failure:
-            raise from_rpc_error(failure, self.peer) from None
+            raise self.error(failure) from None
         finally:
             call.cancel()
         raise Unavailable(f"{self.peer} ended the stream", reason="STREAM_ENDED")
@@ -211,7 +229,7 @@ class Service:
             except grpc.aio.AioRpcError as failure:
                 if source.failure is not None:
                     raise source.failure from None
-                error = from_rpc_error(failure, self.peer)
+                error = self.error(failure)
                 if error.reason != "STREAM_BROKEN" or not attempts:
                     raise error from None
             except asyncio.CancelledError:

@@ -45,7 +45,12 @@ class SandboxHandle:
         self._stub = sandbox_service_pb2_grpc.SandboxServiceStub(service.channel)
         self._data = service
         if data_plane is not None:
-            where = Endpoints(sandbox=data_plane.address, token=data_plane.token or None, tls=endpoints.tls)
+            where = Endpoints(
+                sandbox=data_plane.address,
+                token=data_plane.token or None,
+                tls=endpoints.tls,
+                token_origin="the sandbox service, with this sandbox",  # noqa: S106 - no token
+            )
             self._data = Service("sandbox", where)
         self._processes = process_service_pb2_grpc.ProcessServiceStub(self._data.channel)
         self._files = file_service_pb2_grpc.FileServiceStub(self._data.channel)

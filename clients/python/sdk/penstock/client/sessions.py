@@ -26,7 +26,6 @@ from penstock.client.errors import (
     PenstockError,
     SessionLost,
     Unavailable,
-    from_rpc_error,
 )
 from penstock.client.host_tools import HostTool, Serving
 from penstock.client.leases import Leases
@@ -263,7 +262,7 @@ class InterceptSession:
         except TimeoutError:
             raise Unavailable(f"{self._service.peer} did not answer Hello", reason="HANDSHAKE") from None
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, self._service.peer) from None
+            raise self._service.error(error) from None
         finally:
             stream.cancel()
             if writer is not None:

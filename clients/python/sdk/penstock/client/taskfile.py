@@ -6,57 +6,102 @@ Unknown keys are refused, with their line and the key that was probably meant. F
 
 import base64
 import binascii
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
 from pydantic_core import CoreSchema
 
 from penstock.client.errors import InvalidArgument, Violation
+from penstock.client.strict import Place, Strict
+from penstock.client.taskrules import (
+    FILE_PATH,
+    MAX_COMMANDS,
+    MAX_COMPONENTS,
+    MAX_FILE_BYTES,
+    MAX_PATHS,
+    Directory,
+    Environment,
+    FilePath,
+    Instruction,
+    Limit,
+    Pattern,
+    Plain,
+    Range,
+    ShellLine,
+    instruction_problem,
+)
 from penstock.client.tasks import Command, RewardFrom, SandboxChoice, SeedFile, Solution, Task, Verifier
-from penstock.client.taskterms import Strict, Terms
+from penstock.client.taskterms import Terms
 from penstock.client.yamlfile import YamlFile
 
 TASK_FILES: Final = ("task.yaml", "task.yml", "task.json")
 """What the task file of a task's own directory is called."""
+_BITS: Final = 'must be permission bits, octal, "0000" to "0777"'
 
 
 def _permission_bits(value: Any) -> Any:
     """YAML reads 0644 as the number 420 and "0644" as a text; both are meant as octal."""
     if isinstance(value, str):
         try:
-            return int(value.removeprefix("0o"), 8)
+            value = int(value.removeprefix("0o"), 8)
         except ValueError:
-            raise ValueError('permission bits are octal, for example "0644"') from None
+            raise ValueError(_BITS) from None
+    if isinstance(value, int) and not 0 <= value <= 0o777:
+        raise ValueError(_BITS)
     return value
 
 
+def _base64(value: str) -> str:
+    try:
+        decoded = base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("must be base64") from None
+    if len(decoded) > MAX_FILE_BYTES:
+        raise ValueError(_too_large(len(decoded)))
+    return value
+
+
+def _content(value: str) -> str:
+    if (size := len(value.encode())) > MAX_FILE_BYTES:
+        raise ValueError(_too_large(size))
+    return value
+
+
+def _too_large(size: int) -> str:
+    return f"has {size} bytes, at most {MAX_FILE_BYTES} are taken"
+
+
 class _File(Strict):
-    path: str = Field(min_length=1)
-    content: str | None = None
-    content_base64: str | None = None
+    path: FilePath
+    content: Annotated[str, AfterValidator(_content)] | None = None
+    content_base64: Annotated[str, AfterValidator(_base64)] | None = None
     source: str | None = Field(None, alias="from")
     mode: Annotated[
         int | None,
         BeforeValidator(_permission_bits),
-        Field(ge=0, le=0o7777),
         WithJsonSchema({"type": ["string", "integer", "null"], "description": 'Permission bits, such as "0755".'}),
     ] = None
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if sum(item is not None for item in (self.content, self.content_base64, self.source)) != 1:
-            raise ValueError("give exactly one of content, content_base64 and from")
-        return self
+    @classmethod
+    def conflicts(cls, value: Mapping[str, Any], base: Path | None) -> Iterator[tuple[Place, str]]:
+        if sum(value.get(name) is not None for name in ("content", "content_base64", "from")) != 1:
+            yield (), "give exactly one of content, content_base64 and from"
+        path, source = value.get("path"), value.get("from")
+        directory = False
+        if isinstance(source, str) and base is not None:
+            directory = "\0" not in source and (base / source).is_dir()
+            if problem := _unreadable(base / source):
+                yield ("from",), problem
+        if isinstance(path, str) and path.endswith("/") and not directory:
+            yield ("path",), FILE_PATH
 
     def read(self, base: Path, where: str) -> list[SeedFile]:
         if self.content is not None:
             return [SeedFile(self.path, self.content.encode(), self.mode)]
         if self.content_base64 is not None:
-            try:
-                return [SeedFile(self.path, base64.b64decode(self.content_base64, validate=True), self.mode)]
-            except binascii.Error:
-                raise _refused(f"{where}.content_base64", "is not base64") from None
+            return [SeedFile(self.path, base64.b64decode(self.content_base64, validate=True), self.mode)]
         source = base / (self.source or "")
         try:
             if not source.is_dir():
@@ -70,27 +115,40 @@ class _File(Strict):
             raise _refused(f"{where}.from", f"{source}: {error.strerror}") from None
 
 
+def _unreadable(source: Path) -> str:
+    """Why what a file's `from` names cannot be put into a sandbox, or nothing."""
+    try:
+        for file in filter(Path.is_file, source.rglob("*")) if source.is_dir() else [source]:
+            with file.open("rb"):
+                size = file.stat().st_size
+            if size > MAX_FILE_BYTES:
+                return f"{file} {_too_large(size)}"
+    except OSError as error:
+        return f"{source}: {error.strerror}"
+    except ValueError:
+        return "must be a path"
+    return ""
+
+
 class _Command(Strict):
-    argv: list[str] = Field(default_factory=list)
-    shell: str | None = None
-    env: dict[str, str] = Field(default_factory=dict)
-    cwd: str = ""
-    timeout: float | None = Field(None, gt=0, strict=False)
+    argv: list[Plain] = Field(default_factory=list)
+    shell: ShellLine | None = None
+    env: Environment = Field(default_factory=dict)
+    cwd: Plain = ""
+    timeout: Limit | None = None
     user: str = ""
 
-    @model_validator(mode="before")
     @classmethod
-    def _short(cls, value: Any) -> Any:
+    def unfolded(cls, value: Any) -> Any:
         """A list is an argument vector, a text is a shell line."""
         if isinstance(value, list):
             return {"argv": value}
         return {"shell": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _one_form(self) -> Self:
-        if bool(self.argv) == (self.shell is not None):
-            raise ValueError("give argv (a list) or shell (a text)")
-        return self
+    @classmethod
+    def conflicts(cls, value: Mapping[str, Any], base: Path | None) -> Iterator[tuple[Place, str]]:
+        if bool(value.get("argv")) == (value.get("shell") is not None):
+            yield (), "give argv (a list) or shell (a text)"
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
@@ -103,23 +161,30 @@ class _Command(Strict):
         )
 
 
-_Range = Annotated[list[float], Field(min_length=2, max_length=2, strict=False)]
+_Commands = Annotated[list[_Command], Field(max_length=MAX_COMMANDS)]
 
 
 class _Verifier(Strict):
-    commands: list[_Command] = Field(min_length=1)
+    commands: _Commands = Field(min_length=1)
     files: list[_File] = Field(default_factory=list)
     reward: Literal["file", "passed_share"] = "passed_share"
-    range: _Range | None = None
-    command_timeout: float | None = Field(None, gt=0, strict=False)
+    range: Range | None = None
+    command_timeout: Limit | None = None
     fresh_fork: bool = False
-    restore: list[str] = Field(default_factory=list)
-    changes_below: list[str] = Field(default_factory=list)
-    component_ranges: dict[str, _Range] = Field(default_factory=dict)
+    restore: list[Pattern] = Field(default_factory=list, max_length=MAX_PATHS)
+    changes_below: list[Directory] = Field(default_factory=list, max_length=MAX_PATHS)
+    component_ranges: dict[str, Range] = Field(default_factory=dict, max_length=MAX_COMPONENTS)
+
+    @classmethod
+    def conflicts(cls, value: Mapping[str, Any], base: Path | None) -> Iterator[tuple[Place, str]]:
+        if value.get("changes_below") and value.get("fresh_fork") is not True:
+            yield ("changes_below",), "is of use with fresh_fork: true only"
+        if value.get("component_ranges") and value.get("reward") != "file":
+            yield ("component_ranges",), "is of use with reward: file only"
 
 
 class _Solution(Strict):
-    commands: list[_Command] = Field(min_length=1)
+    commands: _Commands = Field(min_length=1)
     files: list[_File] = Field(default_factory=list)
 
 
@@ -129,25 +194,39 @@ class TaskFile(Terms):
     task_id: str | None = Field(
         None, pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}$", description="Default: the name of the file or directory."
     )
-    instruction: str | None = Field(None, description="What the agent is told, byte for byte.")
+    instruction: Instruction | None = Field(None, description="What the agent is told, byte for byte.")
     instruction_file: str | None = Field(None, description="The same from a file beside this one.")
     files: list[_File] = Field(default_factory=list, description="Put into the working directory before setup.")
-    setup: list[_Command] = Field(default_factory=list, description="Run once, before the agent.")
+    setup: _Commands = Field(default_factory=list, description="Run once, before the agent.")
     verifier: _Verifier | None = Field(None, description="How the reward is made, once the agent is dead.")
     solution: _Solution | None = Field(None, description="A way to do the task; agents never have it.")
     build: str | None = Field(None, description="Directory with the Dockerfile of the image.")
 
-    @model_validator(mode="after")
-    def _one_instruction(self) -> Self:
-        if (self.instruction is None) == (self.instruction_file is None):
-            raise ValueError("give instruction or instruction_file")
-        return self
+    @classmethod
+    def conflicts(cls, value: Mapping[str, Any], base: Path | None) -> Iterator[tuple[Place, str]]:
+        """Further, the instruction and the files that others are named by."""
+        yield from super().conflicts(value, base)
+        if (value.get("instruction") is None) == (value.get("instruction_file") is None):
+            yield (), "give instruction or instruction_file"
+        sandbox, build = value.get("sandbox"), value.get("build")
+        if build is not None and (value.get("image") or (isinstance(sandbox, Mapping) and sandbox.get("image"))):
+            yield ("build",), "give image or build"
+        if base is None:
+            return
+        if isinstance(named := value.get("instruction_file"), str):
+            text = _text(base / named)
+            if problem := f"{base / named} cannot be read" if text is None else instruction_problem(text):
+                yield ("instruction_file",), problem
+        if isinstance(build, str) and ("\0" in build or not (base / build / "Dockerfile").is_file()):
+            yield ("build",), f"{base / build} has no Dockerfile"
 
-    @model_validator(mode="after")
-    def _image_or_build(self) -> Self:
-        if self.build is not None and (self.image or (self.sandbox is not None and self.sandbox.image)):
-            raise ValueError("give image or build")
-        return self
+
+def _text(file: Path) -> str | None:
+    """A file's content; None where it cannot be read as text."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
 
 
 def load_task(path: Path) -> Task:
@@ -175,14 +254,9 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
     file = source.validated(TaskFile, "task", content)
     path, base = source.path, source.path.parent
     instruction = file.instruction
-    if instruction is None:
-        try:
-            instruction = (base / (file.instruction_file or "")).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            raise _refused("instruction_file", f"{base / (file.instruction_file or '')} cannot be read") from None
+    if instruction is None and (instruction := _text(base / (file.instruction_file or ""))) is None:
+        raise _refused("instruction_file", f"{base / (file.instruction_file or '')} cannot be read")
     build = None if file.build is None else base / file.build
-    if build is not None and not (build / "Dockerfile").is_file():
-        raise _refused("build", f"{build} has no Dockerfile")
     verifier = solution = None
     if file.verifier is not None:
         given = file.verifier

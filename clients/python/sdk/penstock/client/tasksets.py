@@ -16,9 +16,10 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from penstock.client import wire_specs
 from penstock.client.errors import InvalidArgument, Violation
+from penstock.client.strict import Strict
 from penstock.client.taskfile import TaskFile, build_task, identifier, task_file_of
 from penstock.client.tasks import Task
-from penstock.client.taskterms import Strict, Terms
+from penstock.client.taskterms import Terms
 from penstock.client.yamlfile import YamlFile
 
 SET_FILES: Final = ("taskset.yaml", "taskset.yml", "taskset.json")

@@ -5,11 +5,25 @@ texts such as `2GiB`.
 """
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Final, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from penstock.client.strict import Place, Strict
+from penstock.client.taskrules import (
+    Count,
+    Environment,
+    LabelKey,
+    LabelValue,
+    LargeCount,
+    Limit,
+    Period,
+    Seconds,
+    not_json,
+)
 from penstock.client.tasks import (
     Allowlist,
     Budgets,
@@ -24,37 +38,26 @@ from penstock.client.tasks import (
 _UNITS: Final = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
-class Strict(BaseModel):
-    """A mapping whose keys are all known."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
 def _size(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", value.strip().upper())
     if found is None:
-        raise ValueError("a size is a number of bytes, or a text such as 512MiB or 2GB")
+        raise ValueError("must be a number of bytes, or a text such as 512MiB or 2GB")
     return int(float(found[1]) * _UNITS[found[2] or ""])
 
 
-Seconds = Annotated[float, Field(gt=0, strict=False)]
-Count = Annotated[int, Field(ge=1)]
-Size = Annotated[
-    int,
-    Field(ge=1),
-    BeforeValidator(_size),
-    WithJsonSchema(
-        {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": "^[0-9.]+ *[KMG]?i?B?$"}]}
-    ),
-]
+_SIZE_SCHEMA: Final = WithJsonSchema(
+    {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": "^[0-9.]+ *[KMG]?i?B?$"}]}
+)
+Size = Annotated[LargeCount, BeforeValidator(_size), _SIZE_SCHEMA]
+_SmallSize = Annotated[Count, BeforeValidator(_size), _SIZE_SCHEMA]
 
 
 class ResourcesTable(Strict):
     """`sandbox.resources`."""
 
-    cpu: Annotated[float | None, Field(gt=0, strict=False)] = None
+    cpu: Annotated[float | None, Field(gt=0, strict=False, allow_inf_nan=False)] = None
     memory_bytes: Size | None = None
     pids: Count | None = None
     disk_bytes: Size | None = None
@@ -101,10 +104,10 @@ class SandboxTable(Strict):
 class LimitsTable(Strict):
     """`limits`."""
 
-    prepare: Seconds | None = None
-    setup: Seconds | None = None
-    agent: Seconds | None = None
-    verify: Seconds | None = None
+    prepare: Limit | None = None
+    setup: Limit | None = None
+    agent: Limit | None = None
+    verify: Limit | None = None
 
     def made(self) -> Limits:
         """The value."""
@@ -115,7 +118,7 @@ class CallRateTable(Strict):
     """`budgets.call_rate`."""
 
     calls: Count
-    period: Seconds = 1.0
+    period: Period = 1.0
     burst: Count | None = None
 
 
@@ -123,12 +126,12 @@ class BudgetsTable(Strict):
     """`budgets`."""
 
     max_calls: Count | None = None
-    max_prompt_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    max_total_tokens: Count | None = None
+    max_prompt_tokens: LargeCount | None = None
+    max_completion_tokens: LargeCount | None = None
+    max_total_tokens: LargeCount | None = None
     max_tokens_per_call: Count | None = None
     max_request_bytes: Size | None = None
-    max_request_bytes_per_call: Size | None = None
+    max_request_bytes_per_call: _SmallSize | None = None
     call_timeout: Seconds | None = None
     wall_time: Seconds | None = None
     call_rate: CallRateTable | None = None
@@ -153,10 +156,10 @@ class Terms(Strict):
     )
     limits: LimitsTable | None = Field(None, description="Seconds for each part of a rollout.")
     budgets: BudgetsTable | None = Field(None, description="Limits of a rollout at the gate.")
-    labels: dict[str, str] = Field(default_factory=dict, description="Of the task's rollouts, to find them by.")
-    env: dict[str, str] = Field(
-        default_factory=dict, description="Environment of setup and agent, not of the verifier."
+    labels: dict[LabelKey, LabelValue] = Field(
+        default_factory=dict, description="Of the task's rollouts, to find them by."
     )
+    env: Environment = Field(default_factory=dict, description="Environment of setup and agent, not of the verifier.")
     metadata: dict[str, Any] = Field(default_factory=dict, description="Anything; it comes out with the trajectory.")
     keep_diff: bool = Field(
         False, description="Keep what the agent changed in its working directory, as the artifact changes.diff."
@@ -165,8 +168,10 @@ class Terms(Strict):
         False, description="Keep the small files that lie in the working directory at the end, as artifacts files/PATH."
     )
 
-    @model_validator(mode="after")
-    def _one_image(self) -> Self:
-        if self.image and self.sandbox is not None and self.sandbox.image:
-            raise ValueError("give image or sandbox.image")
-        return self
+    @classmethod
+    def conflicts(cls, value: Mapping[str, Any], base: Path | None) -> Iterator[tuple[Place, str]]:
+        """An image that is said twice, and metadata that JSON cannot say."""
+        sandbox = value.get("sandbox")
+        if value.get("image") and isinstance(sandbox, Mapping) and sandbox.get("image"):
+            yield ("image",), "give image or sandbox.image"
+        yield from not_json(value.get("metadata"), ("metadata",))

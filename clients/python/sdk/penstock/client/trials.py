@@ -18,11 +18,12 @@ from penstock.client import chat
 from penstock.client.agents import Agent, CheckFinding
 from penstock.client.calls import ModelCall
 from penstock.client.connection import Penstock
-from penstock.client.errors import PenstockError
+from penstock.client.errors import FailedPrecondition, PenstockError
 from penstock.client.handles import RolloutHandle
 from penstock.client.host_tools import HostTool, HostToolCall
 from penstock.client.results import AgentEvent, Progress, RolloutEvent, RolloutResult
-from penstock.client.tasks import AgentChoice, Command, SandboxChoice, SeedFile, Task, Verifier
+from penstock.client.rollouts import RolloutOptions
+from penstock.client.tasks import AgentChoice, Command, ModelSource, SandboxChoice, SeedFile, Task, Verifier
 from penstock.driver.v1 import agent_pb2
 
 LABEL: Final = "penstock-trial"
@@ -80,6 +81,10 @@ class Trial:
     argv: str | None
     """The arguments of all processes of the sandbox while the agent ran; None where nobody could look."""
     tool_calls: int
+    over_context: int = 0
+    """Tokens of the longest prompt that the gate refused because the served model's context has fewer; 0 = none."""
+    max_context: int | None = None
+    """That model's; None = it does not say."""
 
     @property
     def agent_events(self) -> list[AgentEvent]:
@@ -87,7 +92,25 @@ class Trial:
         return [event.payload for event in self.events if isinstance(event.payload, AgentEvent)]
 
     def findings(self) -> list[CheckFinding]:
-        """What holds and what does not, in the order in which one would mend it."""
+        """What holds and what does not, in the order in which one would mend it.
+
+        A model whose context is too short for the agent's prompt explains the rest, and is told alone.
+        """
+        found = self._found()
+        if self.over_context and any(finding.outcome == "failed" for finding in found):
+            return [self._context()]
+        return found
+
+    def _context(self) -> CheckFinding:
+        has = "fewer" if self.max_context is None else f"{self.max_context:,} tokens"
+        return _failed(
+            "context",
+            f"the served model's context is too short for this agent's prompt: {self.over_context:,} tokens, and it has"
+            f" {has}; nothing is known of the agent. Serve a model with a longer context"
+            " (`penstock up --model-dir DIR`) and check again",
+        )
+
+    def _found(self) -> list[CheckFinding]:
         return [
             self._endpoint(),
             self._instruction(),
@@ -178,9 +201,12 @@ async def run_trial(
     *,
     backend: str = "",
     speak: Speak = in_words,
+    source: ModelSource | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Trial:
     """Run one; it installs what is not installed. `tell` gets lines about work that goes on.
+
+    `source` is the model that the script speaks for; None = the inference service's, whose context bounds the prompt.
 
     Raises:
         PenstockError: the rollout could not be created; one that fails is a finding.
@@ -188,17 +214,16 @@ async def run_trial(
     label, spec = secrets.token_hex(16), agent.spec
     long = "" if spec.instruction.method == agent_pb2.InstructionDelivery.METHOD_ARGV else _filler()
     instruction = f"{_AWKWARD}{long}{_SENTENCE}\n"
-    choice = AgentChoice(
-        name=agent.name, skip_permissions=bool(spec.skip_permissions_argv or spec.skip_permissions_env)
-    )
+    choice = AgentChoice(name=agent.name, skip_permissions=agent.can_skip_permissions)
     script = _Script(spec, code=f"code{secrets.token_hex(4)}")
     argv: list[str] = []
     async with ps.intercept(labels={LABEL: label}, messages=True) as session:
         if _takes_tools(spec):
             await session.offer_tools([script.host_tool])
-        handle = await ps.rollouts.create(
-            _task(instruction), choice, labels={LABEL: label}, sandbox=SandboxChoice(backend=backend)
-        )
+        options: RolloutOptions = {"labels": {LABEL: label}, "sandbox": SandboxChoice(backend=backend)}
+        if source is not None:
+            options["source"] = source
+        handle = await ps.rollouts.create(_task(instruction), choice, **options)
         answering = asyncio.create_task(_answer(ps, session, script, speak, argv))
         watching = asyncio.create_task(_watched(handle, tell))
         try:
@@ -213,7 +238,19 @@ async def run_trial(
             await asyncio.wait([answering, watching])
             await handle.cancel("TRIAL_OVER")
     looked = argv[0] if argv else None
-    return Trial(agent, instruction, handle, result, events, script.calls, script.answers, looked, script.tool_calls)
+    trial = Trial(agent, instruction, handle, result, events, script.calls, script.answers, looked, script.tool_calls)
+    trial.over_context = await _over_context(handle)
+    if trial.over_context and ps.endpoints.inference:
+        trial.max_context = (await ps.inference.info()).max_context_tokens or None
+    return trial
+
+
+async def _over_context(handle: RolloutHandle) -> int:
+    try:
+        calls = (await handle.trajectory()).calls
+    except FailedPrecondition:
+        return 0  # it ended before the gate was opened
+    return max((call.prompt_count for call in calls if call.end_reason == "CONTEXT_EXCEEDED"), default=0)
 
 
 async def _watched(handle: RolloutHandle, tell: Callable[[str], None]) -> list[RolloutEvent]:

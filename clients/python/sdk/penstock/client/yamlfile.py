@@ -6,7 +6,7 @@ the one that was probably meant.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -15,12 +15,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from penstock.client.errors import InvalidArgument, Violation
+from penstock.client.strict import Place, in_words
 
 MAX_BYTES: Final = 32 * 1024 * 1024
 MAX_NODES: Final = 200_000
 _MAX_DEPTH: Final = 100
 
-_Place = tuple[str | int, ...]
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -33,7 +33,7 @@ class YamlFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lines: dict[_Place, int] = {}
+        self._lines: dict[Place, int] = {}
         self._nodes = 0
         self._sizes: dict[int, int] = {}
         self.content: Any = None
@@ -86,16 +86,19 @@ class YamlFile:
         Raises:
             InvalidArgument: `TASK_FILE`; `violations` name each field, its line, and what was probably meant.
         """
+        given = self.content if content is None else content
         try:
-            return model.model_validate(self.content if content is None else content)
+            return model.model_validate(given, context={"base": self.path.parent})
         except ValidationError as error:
-            found = tuple(
-                self.violation(item["loc"], _told(item, model)) if item["loc"] else Violation(what, _told(item, model))
-                for item in error.errors(include_url=False, include_input=False)
-            )
-            raise InvalidArgument(f"{self.path} is no {what}", reason="TASK_FILE", violations=found) from None
+            found: dict[Violation, int] = {}  # each once, with its line
+            for item in _without_other_forms(error.errors(include_url=False), given):
+                place, words = _place(item, given), _told(item, model)
+                violation = self.violation(place, words) if place else Violation(what, words)
+                found[violation] = self.line(place) or 0 if place else 0
+            told = tuple(sorted(found, key=found.__getitem__))
+            raise InvalidArgument(f"{self.path} is no {what}", reason="TASK_FILE", violations=told) from None
 
-    def _walk(self, node: yaml.Node, path: _Place) -> None:
+    def _walk(self, node: yaml.Node, path: Place) -> None:
         """Notes the lines of a node and of what is in it, and counts; an alias counts as much as what it stands for."""
         before = self._nodes
         self._nodes += self._sizes.get(id(node), 1)
@@ -110,7 +113,7 @@ class YamlFile:
         self._walk_into(node, path)
         self._sizes[id(node)] = self._nodes - before
 
-    def _walk_into(self, node: yaml.Node, path: _Place) -> None:
+    def _walk_into(self, node: yaml.Node, path: Place) -> None:
         if isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
                 self._walk(item, (*path, index))
@@ -126,11 +129,38 @@ class YamlFile:
                 self._walk(value, (*path, name))
 
 
+def _place(item: Mapping[str, Any], content: Any) -> Place:
+    """Where a problem is in the file: what pydantic names beside (a union's alternative, a short form's key) is not."""
+    place: list[str | int] = []
+    for step in item["loc"]:
+        known = isinstance(content, Mapping) and step in content
+        if known or (isinstance(content, list) and isinstance(step, int) and step < len(content)):
+            content = content[step]
+            place.append(step)
+    if item["type"] == "missing":
+        place.append(item["loc"][-1])
+    return tuple(place)
+
+
+def _without_other_forms(found: Sequence[Mapping[str, Any]], content: Any) -> Iterator[Mapping[str, Any]]:
+    """Where a field may be a word or a mapping, what is wrong with it as what it is meant for."""
+    kinds: dict[Place, set[str]] = {}
+    for item in found:
+        kinds.setdefault(_place(item, content), set()).add(item["type"])
+    for item in found:
+        place = _place(item, content)
+        inside = any(len(other) > len(place) and other[: len(place)] == place for other in kinds)
+        meant_otherwise = (item["type"] == "literal_error" and inside) or (
+            item["type"] == "model_type" and "literal_error" in kinds[place]
+        )
+        if not meant_otherwise:
+            yield item
+
+
 def _told(item: Mapping[str, Any], model: type[BaseModel]) -> str:
     """A problem in words; for an unknown key, the known one that is most like it."""
     if item["type"] != "extra_forbidden":
-        message: str = item["msg"]
-        return message.removeprefix("Value error, ")
+        return in_words(item)
     wrong = str(item["loc"][-1])
     meant = difflib.get_close_matches(wrong, sorted(_keys(model, item["loc"][:-1])), n=1)
     return f"no such key; did you mean {meant[0]}?" if meant else "no such key"

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from penstock.client.chat import Sampling
 from penstock.client.errors import InvalidArgument, Violation
 from penstock.client.rollouts import RolloutOptions
+from penstock.client.strict import in_words
 from penstock.client.tasks import (
     AgentChoice,
     Budgets,
@@ -153,9 +154,9 @@ def parse(arguments: Mapping[str, Any]) -> RunRollout:
         violations = tuple(
             Violation(
                 ".".join(map(str, item["loc"])) or "arguments",
-                "no such argument" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, "),
+                "no such argument" if item["type"] == "extra_forbidden" else in_words(item),
             )
-            for item in error.errors(include_url=False, include_input=False)
+            for item in error.errors(include_url=False)
         )
         told = "; ".join(
             item.description if item.field == "arguments" else f"{item.field}: {item.description}"

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import orjson
@@ -32,7 +32,7 @@ from penstock.client.results import (
     Phase,
     PhaseChanged,
 )
-from penstock.client.tasks import Mode
+from penstock.client.tasks import AgentChoice, Mode
 from penstock.client.trajectories import Call, Trajectory
 from penstock.openenv.arguments import Defaults, RunRollout, agent_of, options_of, task_of
 
@@ -111,9 +111,8 @@ async def run_rollout(
     rollout_id = f"openenv-{secrets.token_hex(16)}"
     result = RolloutResult(task_id=given.task_id, mode=given.mode, rollout_id=rollout_id)
     options = options_of(given, defaults, seed, labels)
-    creating = asyncio.ensure_future(
-        ps.rollouts.create(task_of(given), agent_of(given, defaults), rollout_id=rollout_id, **options)
-    )
+    choice = await _choice(ps, given, defaults)
+    creating = asyncio.ensure_future(ps.rollouts.create(task_of(given), choice, rollout_id=rollout_id, **options))
     try:
         handle = await asyncio.shield(creating)
         await _watch(ps, handle, given, result)
@@ -128,6 +127,14 @@ async def run_rollout(
         result.error = f"infrastructure/{error.reason}: {error}"
     result.wall_s = round(time.monotonic() - started, 3)
     return result
+
+
+async def _choice(ps: Penstock, given: RunRollout, defaults: Defaults) -> AgentChoice:
+    """The agent. What the operator chose for all of them holds for those that have prompts; a caller's word always."""
+    choice = agent_of(given, defaults)
+    if not choice.skip_permissions or given.skip_permissions is not None:
+        return choice
+    return replace(choice, skip_permissions=(await ps.agents.get(choice.name)).can_skip_permissions)
 
 
 async def _ended(creating: asyncio.Future[RolloutHandle]) -> None:

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.client.counting import counted
 from penstock.client.evaluation.attempts import Attempt
 from penstock.client.evaluation.plots import check_plots, plots
 from penstock.client.evaluation.statistics import Estimate
@@ -27,13 +28,18 @@ h1 {{ font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }}
 h2 {{ font-size: 1.15rem; margin: 2.5rem 0 .75rem; }}
 .of {{ color: #59636e; margin: .25rem 0 1.5rem; overflow-wrap: anywhere; }}
 .tiles {{ display: flex; flex-wrap: wrap; gap: .75rem; }}
-.tile {{ border: 1px solid #d1d9e0; border-radius: 8px; padding: .75rem 1rem; min-width: 9rem; }}
+.tile {{
+  border: 1px solid #d1d9e0; border-radius: 8px; padding: .75rem 1rem;
+  min-width: 9rem; box-sizing: border-box;
+}}
 .tile b {{ display: block; font-size: 1.6rem; line-height: 1.2; font-variant-numeric: tabular-nums; }}
 .tile small {{ color: #59636e; }}
 .plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1.75rem 1.5rem; }}
 .plots figure:first-child {{ grid-column: 1 / -1; }}
 figure {{ margin: 0; min-width: 0; }}
 figure svg {{ max-width: 100%; height: auto; display: block; }}
+.wide {{ overflow-x: auto; }}
+.wide td:first-child {{ min-width: 9rem; }}
 figcaption {{ font-weight: 600; margin-bottom: .25rem; }}
 table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
 th, td {{
@@ -53,6 +59,12 @@ pre {{
 .failed {{ background: {FAILED}; }}
 .excluded {{ background: {EXCLUDED}; }}
 .note {{ color: #59636e; font-size: .9rem; }}
+@media (max-width: 32rem) {{
+  body {{ padding: 1.25rem 1rem 3rem; }}
+  .tile {{ flex: 1 1 9rem; }}
+  th, td {{ padding: .3rem .4rem; }}
+  .plots figure:first-child svg {{ min-width: 36rem; }}
+}}
 """
 
 
@@ -81,7 +93,7 @@ def _page(
     yield f'<div class="tiles">{"".join(_tiles(summary))}</div>'
     yield '<h2>At a glance</h2><div class="plots">'
     for caption, drawing in drawings:
-        yield f"<figure><figcaption>{_text(caption)}</figcaption>{drawing}</figure>"
+        yield f"<figure><figcaption>{_text(caption)}</figcaption>{_wide(caption, drawing)}</figure>"
     yield "</div>"
     yield from _left_out(summary)
     yield from _tasks(summary)
@@ -101,7 +113,7 @@ def _about(config: Mapping[str, Any], summary: Summary) -> str:
         if config.get(key) is not None
     ]
     parts += [f"{key} {value}" for key, value in dict(config.get("options") or {}).items()]
-    parts.append(f"{len(summary.tasks)} tasks, {summary.wanted} attempts each")
+    parts.append(f"{counted(len(summary.tasks), 'task')}, {counted(summary.wanted, 'attempt')} each")
     parts.append(str(config.get("eval_id")))
     return " · ".join(_text(part) for part in parts)
 
@@ -134,17 +146,20 @@ def _left_out(summary: Summary) -> Iterable[str]:
     rows += [("graded although cut short", name, count) for name, count in summary.ended.items()]
     if not rows:
         return
-    yield '<h2>What did not go its way</h2><table><tr><th></th><th>cause</th><th class="n">attempts</th></tr>'
-    for kind, name, count in rows:
-        yield f'<tr><td>{_text(kind)}</td><td>{_text(name)}</td><td class="n">{count}</td></tr>'
-    yield "</table>"
+    told = [
+        f'<tr><td>{_text(kind)}</td><td>{_text(name)}</td><td class="n">{count}</td></tr>' for kind, name, count in rows
+    ]
+    head = '<tr><th></th><th>cause</th><th class="n">attempts</th></tr>'
+    yield "<h2>What did not go its way</h2>"
+    yield _wide("What did not go its way", f"<table>{head}{''.join(told)}</table>")
 
 
 def _tasks(summary: Summary) -> Iterable[str]:
-    yield (
-        '<h2>Tasks</h2><table><tr><th>task</th><th class="n">graded</th><th class="n">passed</th>'
-        '<th class="n">pass@1</th><th class="n">reward</th><th class="n">seconds</th><th class="n">left out</th></tr>'
+    head = (
+        '<tr><th>task</th><th class="n">graded</th><th class="n">passed</th><th class="n">pass@1</th>'
+        '<th class="n">reward</th><th class="n">seconds</th><th class="n">left out</th></tr>'
     )
+    rows = []
     for task in summary.tasks:
         cells = (
             f"{task.attempts}/{summary.wanted}",
@@ -155,8 +170,14 @@ def _tasks(summary: Summary) -> Iterable[str]:
             str(task.excluded or ""),
         )
         numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-        yield f"<tr><td>{_text(task.task_id)}</td>{numbers}</tr>"
-    yield "</table>"
+        rows.append(f"<tr><td>{_text(task.task_id)}</td>{numbers}</tr>")
+    yield "<h2>Tasks</h2>"
+    yield _wide("Tasks", f"<table>{head}{''.join(rows)}</table>")
+
+
+def _wide(name: str, content: str) -> str:
+    """What scrolls by itself where the screen is narrower than it, with the keyboard, too."""
+    return f'<div class="wide" tabindex="0" role="region" aria-label="{_text(name)}">{content}</div>'
 
 
 def _attempts(attempts: Sequence[Attempt], summary: Summary) -> Iterable[str]:
@@ -169,7 +190,7 @@ def _attempts(attempts: Sequence[Attempt], summary: Summary) -> Iterable[str]:
         head = f"{item.task_id} {item.index}" + (f", rollout {item.again + 1}" if item.again else "")
         told = "not graded" if item.reward is None else f"reward {item.reward:g}"
         told += f", {item.cause}: {item.reason}" if item.reason else ""
-        told += f", {item.seconds:.1f} s, {item.calls} calls"
+        told += f", {item.seconds:.1f} s, {counted(item.calls, 'call')}"
         mark = f'<span class="mark {kind}" title="{kind}"></span>'
         which = item.rollout_id + (f", agent: {item.agent_exit}" if item.agent_exit else "")
         yield f"<details><summary>{mark}<b>{_text(head)}</b> {_text(told)}</summary>"

@@ -1,0 +1,43 @@
+"""Agents are certified whatever model is served: also one whose context their prompts do not fit into."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from tests.support.commands import invoke
+
+from penstock.client.endpoints import write_connection
+from penstock.client.stack import LocalStack
+
+
+@pytest.mark.parametrize("callers_own", [True, False])
+async def test_what_the_served_model_can_take_is_no_finding_of_an_agent_or_the_only_one(
+    callers_own: bool, tmp_path: Path, model_dir: Path, script: Path
+) -> None:
+    """R66: `agents check --run` asks no model; where the operator has it lean on the served one, whose context is too
+    short, nothing else that did not come about is held against the agent."""
+    stack = LocalStack(
+        model_dir=model_dir,
+        engine="scripted",
+        engine_options={"script": str(script)},
+        settings={"inference": {"max_context_tokens": 1024}, "interception": {"caller_endpoints": callers_own}},
+        state_dir=tmp_path / "state",
+    )
+    file = tmp_path / "connection.json"
+    async with stack:
+        write_connection(file, stack.endpoints, pid=os.getpid())
+        environment = {"PENSTOCK_CONNECTION": str(file)}
+        code, out, err = await asyncio.to_thread(invoke, "agents", "check", "shell", "--run", environment=environment)
+    told = out.partition("start ok")[2]
+    if callers_own:
+        assert code == 0, (out, err)
+        for step in ("endpoint", "instruction", "work", "exit", "events", "secrets"):
+            assert f"{step} ok" in told, (step, out, err)
+        return
+    assert code == 1, (out, err)
+    assert " ok" not in told and told.count(" failed") == 1, (out, err)
+    assert "context failed the served model's context is too short for this agent's prompt" in told
+    assert "and it has 1,024 tokens" in told

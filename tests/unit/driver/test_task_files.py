@@ -1,0 +1,84 @@
+"""What a task file may say, and what a rollout takes, are the same: the client has the driver's rules again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from penstock.client import InvalidArgument
+from penstock.client.rollouts import spec
+from penstock.client.taskfile import load_task
+from penstock_chassis.errors import InvalidArgument as Refused
+from penstock_driver.registry import Agent, AgentRegistry, built_in_specs
+from penstock_driver.rpc.orders import order_from_proto
+
+
+class _Shell(AgentRegistry):
+    def __init__(self) -> None:
+        self._agent = next(Agent(found, found.sha256, True, 0.0) for found in built_in_specs() if found.name == "shell")
+
+    def get(self, name: str, sha256: str = "") -> Agent:
+        return self._agent
+
+
+_REGISTRY = _Shell()
+_PATHS = ["a", "/a", "a/", "a//b", "./a", ".", "/", "..", "../a", "a/../b", "**", "~/**", "**/a", "a**", "~"]
+_TEXT = st.sampled_from([*_PATHS, "", " ", "a\0", "A", "1a", "a-b", "a b", "penstock_x", "a" * 64, "a" * 129])
+_WHOLE = [-1, 0, 1, 3, 86_400, 86_401, 604_800, 604_801, 1 << 31, 1 << 63]
+_NUMBER = st.sampled_from([*_WHOLE, 0.5, float("inf"), float("nan")])
+_RANGE = st.lists(_NUMBER, min_size=2, max_size=2)
+_NAMED = st.dictionaries(_TEXT, _TEXT, max_size=1)
+_FULL_COMMAND = st.fixed_dictionaries(
+    {"argv": st.just(["true"])}, optional={"env": _NAMED, "cwd": _TEXT, "timeout": _NUMBER}
+)
+_COMMAND = _TEXT | st.lists(_TEXT, max_size=2) | _FULL_COMMAND
+_MODE = st.sampled_from(["0644", "0777", "1777"])
+_FILES = st.lists(st.fixed_dictionaries({"path": _TEXT, "content": _TEXT}, optional={"mode": _MODE}), max_size=1)
+_BUDGETS = ["max_calls", "max_total_tokens", "max_request_bytes", "max_request_bytes_per_call", "wall_time"]
+_PARTS: dict[str, st.SearchStrategy[Any]] = {
+    "instruction": _TEXT,
+    "files": _FILES,
+    "setup": st.lists(_COMMAND, max_size=1),
+    "env": _NAMED,
+    "labels": _NAMED,
+    "limits": st.dictionaries(st.sampled_from(["prepare", "setup", "agent", "verify"]), _NUMBER, max_size=1),
+    "budgets": st.dictionaries(st.sampled_from(_BUDGETS), _NUMBER, max_size=1),
+    "sandbox": st.fixed_dictionaries(
+        {"resources": st.dictionaries(st.sampled_from(["cpu", "memory_bytes", "pids"]), _NUMBER, max_size=1)}
+    ),
+    "metadata": st.dictionaries(_TEXT, _NUMBER | _TEXT | st.dates(), max_size=1),
+    "verifier": st.fixed_dictionaries(
+        {"commands": st.lists(_COMMAND, max_size=1)},
+        optional={
+            "files": _FILES,
+            "reward": st.just("file"),
+            "range": _RANGE,
+            "command_timeout": _NUMBER,
+            "fresh_fork": st.booleans(),
+            "restore": st.lists(_TEXT, max_size=1),
+            "changes_below": st.lists(_TEXT, max_size=1),
+            "component_ranges": st.dictionaries(_TEXT, _RANGE, max_size=1),
+        },
+    ),
+}
+
+
+@given(st.sampled_from(sorted(_PARTS)).flatmap(lambda name: st.tuples(st.just(name), _PARTS[name])))
+def test_a_task_file_that_holds_makes_a_rollout_that_is_taken(tmp_path_factory: Any, part: tuple[str, Any]) -> None:
+    """Issue 6, point 6: `tasks check` passes nothing that the driver refuses."""
+    file: Path = tmp_path_factory.getbasetemp() / "task.yaml"
+    file.write_text(yaml.safe_dump({"instruction": "x", part[0]: part[1]}), encoding="utf-8")
+    try:
+        task = load_task(file)
+    except InvalidArgument:
+        task = None
+    assume(task is not None)
+    assert task is not None
+    try:
+        order_from_proto(spec(task, "shell", {}), _REGISTRY)
+    except Refused as refused:
+        raise AssertionError(f"the file holds, and a rollout is refused: {refused.message}") from None
