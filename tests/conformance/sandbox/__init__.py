@@ -1,1 +1,1 @@
-"""A package, so that what its fixtures share ends with its last test and not with the run (pytest's scope `package`)."""
+"""A package: what its fixtures share ends with its last test and not with the run (pytest's scope `package`)."""
