@@ -108,7 +108,7 @@ credentials: $(STAMP) ## certificates, tokens and .env for docker compose (docs/
 wheels: $(STAMP) ## bring what the images install from a package index into wheels/, for builds that reach none
 	@rm -rf wheels
 	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-build-isolation -c constraints.txt -w wheels \
-		hatchling $(addprefix ./,$(filter-out clients/python/sdk,$(DISTRIBUTIONS))) "./services/sandbox[$(EXTRAS)]"
+		hatchling $(addprefix ./,$(filter-out clients/python/sdk,$(DISTRIBUTIONS))) "./services/sandbox[$(EXTRAS)]" -r <($(BIN)/python -m clients.needs)
 	@rm -f wheels/penstock*
 
 .PHONY: bench

@@ -29,9 +29,11 @@ _CONTEXT = (
     ".dockerignore",
     "constraints.txt",
     "clients/python/stubs",
+    "clients/python/sdk",
     "libs",
     *(f"services/{name}" for name in SERVICES),
 )
+CONTAINERS = (*SERVICES, "dashboard")
 _BASE_PYTHON = (3, 11)
 _HEALTHY_S = 180.0
 
@@ -42,6 +44,8 @@ class Composed:
 
     engine: dockerd.Engine
     name: str
+    address: str
+    """Where its ports are, on this machine alone."""
     folder: Path
     """A copy of the repository, as far as images need it."""
     credentials: Path
@@ -71,7 +75,7 @@ class Composed:
 
 @asynccontextmanager
 async def composed(place: Path, script: Mapping[str, Any]) -> AsyncIterator[Composed]:
-    """The four services as containers, healthy, with a scripted engine; taken down with all they made."""
+    """The four services and the dashboard as containers, healthy; taken down with all they made."""
     project = await asyncio.to_thread(_prepare, place, script)
     try:
         await asyncio.to_thread(project.compose, "build", "--quiet")
@@ -126,6 +130,7 @@ def _prepare(place: Path, script: Mapping[str, Any]) -> Composed:
         "DOCKER_HOST": engine.host,
         "DOCKER_BUILDKIT": "0",
         "COMPOSE_HTTP_TIMEOUT": "300",
+        "COMPOSE_PROFILES": "dashboard",
         "PENSTOCK_AGENT_IMAGE": dockerd.BASE,
         "PENSTOCK_BASE_IMAGE": dockerd.BASE,
         "PENSTOCK_BIND": address,
@@ -138,13 +143,13 @@ def _prepare(place: Path, script: Mapping[str, Any]) -> Composed:
         "PENSTOCK_EXTRAS": "docker",
         "PENSTOCK_VERSION": f"test-{os.getpid()}",
     }
-    return Composed(engine, f"penstock-test-{os.getpid()}", folder, credentials, environment)
+    return Composed(engine, f"penstock-test-{os.getpid()}", address, folder, credentials, environment)
 
 
 async def _healthy(project: Composed) -> None:
     deadline = time.monotonic() + _HEALTHY_S
     while True:
-        states = {name: project.container(name)["State"] for name in SERVICES}
+        states = {name: project.container(name)["State"] for name in CONTAINERS}
         health = {name: state.get("Health", {}).get("Status", state["Status"]) for name, state in states.items()}
         if set(health.values()) == {"healthy"}:
             return

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
-from tests.e2e.composed import Composed, composed
+from tests.e2e.composed import CONTAINERS, Composed, composed
 from tests.support.policy import bash
-from tests.support.wheels import ROOT, SERVICES
+from tests.support.wheels import ROOT
 
 TASK = ROOT / "examples" / "grpo" / "task.yaml"
 SCRIPT = {
@@ -30,8 +32,9 @@ SCRIPT = {
 async def test_the_stack_in_containers_runs_a_rollout_in_a_docker_sandbox_and_leaves_nothing(tmp_path: Path) -> None:
     """R9, R11, R14: TLS and tokens between all, sandboxes with no network but the ingress, and `down -v` is the end."""
     async with composed(tmp_path, SCRIPT) as project:
-        for name in SERVICES:
+        for name in CONTAINERS:
             _is_confined(project, name)
+        await _is_the_dashboard(project)
         saved = tmp_path / "saved"
         argv = ["-m", "penstock.cli.main", "rollout", "--agent", "shell", "--task", str(TASK), "--save", str(saved)]
         process = await asyncio.create_subprocess_exec(
@@ -69,6 +72,26 @@ def _is_confined(project: Composed, service: str) -> None:
     assert secrets and not [secret for secret in secrets if secret in json.dumps(container)]
     sockets = [mount for mount in container["Mounts"] if mount["Destination"] == "/var/run/docker.sock"]
     assert len(sockets) == (service == "sandbox")
+
+
+async def _is_the_dashboard(project: Composed) -> None:
+    """Its page by the authority's certificate, what a service says to the page's own token, and no other name."""
+    page = f"https://{project.address}:7790/"
+    listing = f"{page}rpc/penstock.driver.v1.AgentService/ListAgents"
+    token = (project.credentials / "observer.token").read_text().strip()
+    nobody = {"content-type": "application/grpc-web+proto"}
+    observer = {**nobody, "authorization": f"Bearer {token}"}
+    trusted = ssl.create_default_context(cafile=project.credentials / "ca.pem")
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusted)) as http:
+        async with http.get(page) as response:
+            assert response.status == 200 and "<title>Penstock</title>" in await response.text()
+        async with http.post(listing, data=bytes(5), headers=observer) as response:
+            answer = await response.read()
+            assert b"opencode" in answer and b"grpc-status: 0" in answer
+        async with http.post(listing, data=bytes(5), headers=nobody) as response:
+            assert b"grpc-status: 16" in await response.read()
+        async with http.get(page, headers={"host": "elsewhere.example"}) as response:
+            assert response.status == 421
 
 
 def _backends_of(logs: str) -> set[str]:
