@@ -46,8 +46,10 @@ _SOCKET: Final = f"{_SERVING}/socket"
 _PROGRAM: Final = f"{PLACE}/attendant"
 _FILTER: Final = f"{PLACE}/filter"
 _WRITTEN_S: Final = 60.0
-# One that such a kernel needs of the machine's for each of a sandbox's, and those that it has itself.
-_TASKS_EACH, _TASKS_OWN = 4, 512
+# Tasks of the machine's that such a kernel may have for each process of a sandbox's, and those that it has itself. Only
+# a backstop: a kernel (gVisor) that gets no further one panics, and the sandbox is lost. A fork bomb held at 40
+# processes was seen to have 600.
+_TASKS_EACH, _TASKS_OWN = 32, 512
 
 
 class Inside(Reach):
