@@ -79,13 +79,13 @@ async def test_a_rollout_is_shown_with_its_reward_its_diff_and_each_token_as_it_
         inspector = page.locator(".inspector")
         for index in range(2):
             await page.keyboard.press("ArrowRight")
-            await expect(inspector).to_contain_text(f"token {index + 1} of {call.sampled_count}")
+            await expect(inspector).to_contain_text(f"token {index} of {call.sampled_count}")
             await expect(inspector).to_contain_text(f"id {call.completion.token_ids[index]}")
             await expect(inspector).to_contain_text(f"policy version {call.completion.policy_version}")
             await expect(inspector).to_contain_text("training trained")
         # By pointer.
         await tokens.locator("span").first.hover()
-        await expect(inspector).to_contain_text("token 1 of")
+        await expect(inspector).to_contain_text("token 0 of")
 
         await page.get_by_role("tab", name="Files").click()
         await expect(page.locator(".diff-row.diff-removed").first).to_contain_text(
@@ -133,7 +133,7 @@ async def test_siblings_are_compared_best_with_worst_and_where_they_part_is_poin
         await expect(page.get_by_role("button", name="Put rollout 0 on the right")).to_have_attribute(
             "aria-pressed", "true"
         )
-        await expect(page.locator(".comparison")).to_contain_text(re.compile("They part in turn 2, at token [0-9]+"))
+        await expect(page.locator(".comparison")).to_contain_text(re.compile("They part at call 1, token [0-9]+"))
         await page.get_by_role("button", name="Go there").click()
         await expect(page.locator(".pair-parting")).to_be_in_viewport()
     async with looking(browser, address, OBSERVER_TOKEN, f"/groups/{group[0].rollout.group_id}", width=390) as page:

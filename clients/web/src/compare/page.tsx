@@ -246,12 +246,13 @@ function Comparison({ left, right }: { left: RolloutSummary | undefined; right: 
 
 function Side({ rollout, reading }: { rollout: RolloutSummary; reading: Reading }) {
   const reward = rewardOf(rollout);
+  const isEnded = rollout.phase === Phase.ENDED;
   return (
     <div class="side">
       <a href={href("/rollouts", rollout.rolloutId)}>Rollout {rollout.index}</a> <End rollout={rollout} />
-      <span class="side-reward num">{reward === undefined ? "not graded" : figure(reward)}</span>
+      <span class="side-reward num">{reward === undefined ? (isEnded ? "not graded" : "not yet") : figure(reward)}</span>
       {reading.trouble && <TroubleNotice trouble={reading.trouble} />}
-      {!reading.isReading && !reading.trouble && reading.capture.calls.length === 0 && <p class="muted">It has no captured calls.</p>}
+      {!reading.isReading && !reading.trouble && reading.capture.calls.length === 0 && <p class="muted">{isEnded ? "It has no captured calls." : "It has not asked the model yet."}</p>}
     </div>
   );
 }

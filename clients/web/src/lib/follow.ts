@@ -14,7 +14,7 @@ export type Health =
   | { readonly kind: "connecting" }
   | { readonly kind: "live" }
   | { readonly kind: "ended" }
-  | { readonly kind: "broken"; readonly trouble: Trouble; readonly retryAt: number };
+  | { readonly kind: "broken"; readonly trouble: Trouble; readonly retryAt: number; /** When it was heard of last; null = never. */ readonly heardAt: number | null };
 
 export interface Following {
   readonly health: ReadonlySignal<Health>;
@@ -56,6 +56,7 @@ export function follow<M>(
   let current = new AbortController();
   let wake: () => void = () => {};
   let resting = false;
+  let heardAt: number | null = null;
   let hiding: ReturnType<typeof setTimeout> | undefined;
 
   const pause = (ms: number) =>
@@ -97,6 +98,7 @@ export function follow<M>(
           if (stopped) return;
           listen();
           attempt = 0;
+          heardAt = Date.now();
           if (health.peek().kind !== "live") health.value = { kind: "live" };
           onMessage(message);
         }
@@ -116,7 +118,7 @@ export function follow<M>(
       const wait = broken?.wait ?? delay(attempt, false);
       attempt += 1;
       health.value = broken
-        ? { kind: "broken", trouble: broken.trouble, retryAt: Date.now() + wait }
+        ? { kind: "broken", trouble: broken.trouble, retryAt: Date.now() + wait, heardAt }
         : { kind: "connecting" };
       await pause(wait);
     }

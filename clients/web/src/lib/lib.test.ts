@@ -1,7 +1,7 @@
 import { create } from "@bufbuild/protobuf";
 import { Code, ConnectError } from "@connectrpc/connect";
 import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "@gen/google/rpc/error_details_pb";
-import { describe, expect, test } from "vitest";
+import { describe, expect, test, vi } from "vitest";
 
 import { ticks } from "../overview/curve";
 import { pushed, rate } from "../services/spark";
@@ -41,8 +41,12 @@ describe("words for errors", () => {
     });
   });
 
-  test("a broken fetch is somebody who does not answer, or at least told", () => {
-    expect(explain(new TypeError("Failed to fetch"), "x").title).not.toBe("");
+  test.each(["Failed to fetch", "NetworkError when attempting to fetch resource.", "Load failed", "network error"])("the page's own server is gone: %s", (said) => {
+    vi.stubGlobal("location", { host: "127.0.0.1:7790" });
+    const trouble = explain(new TypeError(said), "watch the rollouts", true);
+    vi.unstubAllGlobals();
+    expect(trouble).toMatchObject({ title: "The dashboard at 127.0.0.1:7790 does not answer: cannot watch the rollouts", said: "", lasting: false });
+    expect(explain(new TypeError("x is undefined"), "watch the rollouts").title).toBe("Cannot watch the rollouts");
   });
 });
 

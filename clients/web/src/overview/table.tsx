@@ -27,7 +27,7 @@ export function moveInTable(by: number): void {
   wantsFocus.value = true;
 }
 
-export function RolloutTable({ rows, waiting }: { rows: readonly Row[]; waiting: boolean }) {
+export function RolloutTable({ rows, waiting, empty }: { rows: readonly Row[]; waiting: boolean; empty: string }) {
   const body = useRef<HTMLDivElement>(null);
   const range = useSignal<readonly [number, number]>([0, 40]);
   useLayoutEffect(() => {
@@ -89,7 +89,7 @@ export function RolloutTable({ rows, waiting }: { rows: readonly Row[]; waiting:
           <RowLine key={row.id} row={row} index={first + offset} top={(first + offset) * height} focusable={index < 0 ? first + offset === 0 : first + offset === index} />
         ))}
       </div>
-      {!rows.length && <p class="empty">{waiting ? "Asking the driver…" : "No rollout matches."}</p>}
+      {!rows.length && <p class="empty">{empty}</p>}
     </div>
   );
 }

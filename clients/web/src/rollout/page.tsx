@@ -105,7 +105,7 @@ function Known({ model, query }: { model: RolloutModel; query: URLSearchParams }
           <CommandsPanel title="Verifier" phase={Phase.VERIFYING} events={events} none={rollout.spec?.task?.verifier ? "It has not run." : "The task has none."} />
           <CommandsPanel title="Setup" phase={Phase.SETTING_UP} events={events} none={(rollout.spec?.task?.setup.length ?? 0) > 0 ? "It was done for another rollout that shares this prepared state, or has not run yet." : "The task has none."} />
           <TaskPanel rollout={rollout} />
-          <CapturePanel capture={model.capture.value} />
+          <CapturePanel capture={model.capture.value} isEnded={rollout.phase === Phase.ENDED} isRead={model.isCaptureRead.value} />
           <HostToolsPanel capture={model.capture.value} />
         </aside>
       </div>
