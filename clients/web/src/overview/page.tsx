@@ -119,8 +119,8 @@ function FilterBar() {
         {!complete.value
           ? ""
           : shown.value.length === rows.value.length
-          ? `${compact(rows.value.length)} rollouts`
-          : `${compact(shown.value.length)} of ${compact(rows.value.length)}`}
+            ? `${compact(rows.value.length)} rollouts`
+            : `${compact(shown.value.length)} of ${compact(rows.value.length)}`}
       </span>
     </div>
   );

@@ -2,9 +2,14 @@ import { create } from "@bufbuild/protobuf";
 import { CaptureLevel, Finding_Severity, FindingSchema, Grade } from "@gen/penstock/trajectory/v1/trajectory_pb";
 import { expect, test } from "vitest";
 
-import { NO_CAPTURE } from "./records";
+import type { Capture } from "./records";
 import { captureStanding } from "./standing";
 
+const NO_CAPTURE: Capture = {
+  ...{ calls: [], branches: [], samples: [], findings: [], hostToolCalls: [], tokenizerSha256: new Uint8Array(), isWhole: false },
+  grade: Grade.UNSPECIFIED,
+  captureLevel: CaptureLevel.UNSPECIFIED,
+};
 const finding = (reason: string) => create(FindingSchema, { reason, severity: Finding_Severity.FATAL });
 
 test("while a rollout runs nothing is settled, and what only its end can tell is no finding", () => {
