@@ -125,6 +125,9 @@ async def test_siblings_are_compared_best_with_worst_and_where_they_part_is_poin
     async with looking(browser, address, OBSERVER_TOKEN, f"/rollouts/{group[1].rollout_id}") as page:
         await page.get_by_role("link", name="2 of 4: compare").click()
         await expect(page.locator(".siblings-table tbody tr")).to_have_count(4)
+        # The overview's styles, which the page has by now or later, are not for this page's plot.
+        plot = await page.get_by_role("img", name="Rewards of 4 siblings").bounding_box()
+        assert plot and plot["width"] > 400 and plot["height"] > 40
         await expect(page.locator(".siblings-table")).to_contain_text("BUDGET_EXHAUSTED")
         # It came from the second, which stays on the left; the other side is the best.
         await expect(page.get_by_role("button", name="Put rollout 1 on the left")).to_have_attribute(
@@ -161,8 +164,14 @@ async def test_a_rollout_is_followed_while_it_runs_and_cancelled_by_who_may(
             await held.wait()
             await expect(page.locator("article.turn")).to_have_count(2)
             await expect(page.locator(".rollout-title")).to_contain_text("running")
-            await page.get_by_role("button", name="Cancel rollout").click()
-            await page.get_by_role("button", name="Press again to cancel").click()
+            await expect(page.get_by_role("region", name="Capture")).to_contain_text("not yet")
+            await expect(page.get_by_role("region", name="Capture")).not_to_contain_text("NOTHING_TO_TRAIN")
+            await page.keyboard.press("?")
+            await expect(page.get_by_role("dialog", name="Keys")).to_contain_text("cancel the rollout")
+            await page.keyboard.press("Escape")
+            # The key that cancels is that of the list, and like there it asks first.
+            await page.keyboard.press("c")
+            await page.get_by_role("button", name="Cancel the rollout").click()
             await expect(page.locator(".failure")).to_contain_text("It was cancelled")
             await expect(page.locator(".failure")).to_contain_text("Caused by somebody who may")
     assert (await rollout.result()).failure is not None
@@ -184,6 +193,7 @@ async def test_a_failed_setup_an_absent_rollout_and_an_absent_group_are_told_in_
         await expect(setup).to_contain_text("exit 3")
         await expect(setup).to_contain_text("no-such-tool")
         await expect(page.get_by_text("Not graded, which is not zero")).to_be_visible()
+        await expect(page.get_by_role("region", name="Capture")).to_contain_text("no capture of this rollout")
     async with looking(browser, address, OBSERVER_TOKEN, "/rollouts/no-such-rollout") as page:
         await expect(page.get_by_role("alert")).to_contain_text("There is no rollout no-such-rollout")
     async with looking(browser, address, OBSERVER_TOKEN, "/groups/no-such-group") as page:

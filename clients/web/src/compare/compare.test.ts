@@ -1,10 +1,10 @@
 import { create } from "@bufbuild/protobuf";
 import fc from "fast-check";
 import { describe, expect, test } from "vitest";
-import { type RolloutSummary, RolloutSummarySchema } from "@gen/penstock/driver/v1/rollout_pb";
+import { FailureCause, Phase, type RolloutSummary, RolloutSummarySchema } from "@gen/penstock/driver/v1/rollout_pb";
 import { type Call, CallSchema } from "@gen/penstock/trajectory/v1/trajectory_pb";
 import { divergence, divergenceWords, firstDifference } from "./divergence";
-import { advantage, bestAndWorst, spread } from "./spread";
+import { advantage, bestAndWorst, groupTone, spread } from "./spread";
 
 const bytes = (ids: readonly number[]): Uint8Array => new Uint8Array(Int32Array.from(ids).buffer);
 const call = (suffix: readonly number[], sampled: readonly number[], shared = 0, index = shared ? 1 : 0): Call =>
@@ -53,6 +53,13 @@ describe("a group's figures", () => {
     expect(bestAndWorst([rollout(0), rollout(1, 0)])).toEqual(["r1", "r0"]);
     expect(bestAndWorst([rollout(0), rollout(1)])).toEqual(["r0", "r1"]);
     expect(bestAndWorst([rollout(0, 1)])).toBeUndefined();
+  });
+
+  test("is busy while one runs, and a warning only where one failed", () => {
+    const ended = create(RolloutSummarySchema, { phase: Phase.ENDED });
+    const failed = create(RolloutSummarySchema, { phase: Phase.ENDED, failure: { cause: FailureCause.AGENT } });
+    const running = create(RolloutSummarySchema, { phase: Phase.RUNNING });
+    expect([[ended, ended], [ended, failed], [failed, running], []].map(groupTone)).toEqual(["good", "warn", "busy", "busy"]);
   });
 
   test("rewards that are all equal set nobody apart", () => {

@@ -4,6 +4,7 @@ import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "@gen/google/
 import { describe, expect, test, vi } from "vitest";
 
 import { ticks } from "../overview/curve";
+import { servedWords } from "../services/served";
 import { pushed, rate } from "../services/spark";
 import { explain } from "./errors";
 import { delay } from "./follow";
@@ -55,6 +56,12 @@ test("delays grow to a cap, and lasting troubles are asked about less often", ()
   expect([0, 1, 2, 20].map((attempt) => most(attempt, false))).toEqual([400, 800, 1600, 10_000]);
   expect([0, 20].map((attempt) => most(attempt, true))).toEqual([5_000, 30_000]);
   expect(delay(3, false, () => 0)).toBe(1600);
+});
+
+test("what is served is named, as far as it is told", () => {
+  expect(servedWords({ model: "tiny", engine: "numpy", engineVersion: "2.1" })).toBe("Model tiny, served by numpy 2.1");
+  expect(servedWords({ model: "", engine: "scripted", engineVersion: "" })).toBe("Served by scripted");
+  expect(servedWords({ model: "", engine: "", engineVersion: "" })).toBe("");
 });
 
 test("numbers are for people", () => {

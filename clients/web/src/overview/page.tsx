@@ -5,16 +5,16 @@ import { useEffect } from "preact/hooks";
 import { compact, reward } from "../lib/format";
 import { type Key, useKeys } from "../lib/keys";
 import { href, location_, setQuery } from "../lib/router";
+import { CancelSheet } from "../ui/cancel";
 import { FollowingNotice } from "../ui/notice";
 import type { Row } from "./board";
-import { CancelSheet } from "./cancel";
 import { Curve } from "./curve";
 import { complete, ENDED_SHOWN, following, rows, watch } from "./feed";
 import { matches, misread, parseFilter } from "./filter";
 import { curveOf, groupsOf } from "./groups";
 import { GroupList } from "./grouplist";
 import "./overview.css";
-import { moveInTable, RolloutTable } from "./table";
+import { cancelInTable, groupInTable, moveInTable, RolloutTable } from "./table";
 
 const CURVE_POINTS = 200;
 const GROUPS_SHOWN = 8;
@@ -40,6 +40,8 @@ const KEYS: readonly Key[] = [
   },
   { key: "j", does: "next rollout (also ↓)", run: () => moveInTable(1) },
   { key: "k", does: "rollout before (also ↑)", run: () => moveInTable(-1) },
+  { key: "g", does: "to the rollout's group", run: groupInTable },
+  { key: "c", does: "cancel the rollout", run: cancelInTable },
 ];
 
 const QUICK = [
