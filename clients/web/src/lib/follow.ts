@@ -43,12 +43,14 @@ export function delay(attempt: number, lasting: boolean, random: () => number = 
  * @param open makes one attempt; it is asked anew after a break and resumes by what it has seen.
  * @param onMessage gets each message, in order.
  * @param again whether a stream that ended well is opened again; false = it is over (a rollout that has ended).
+ * @param heardBefore when what is shown already was told; null = nothing is shown yet.
  */
 export function follow<M>(
   what: string,
   open: (abort: AbortSignal) => AsyncIterable<M>,
   onMessage: (message: M) => void,
   again = true,
+  heardBefore: number | null = null,
 ): Following {
   const health = signal<Health>({ kind: "connecting" });
   let stopped = false;
@@ -56,7 +58,7 @@ export function follow<M>(
   let current = new AbortController();
   let wake: () => void = () => {};
   let resting = false;
-  let heardAt: number | null = null;
+  let heardAt = heardBefore;
   let hiding: ReturnType<typeof setTimeout> | undefined;
 
   const pause = (ms: number) =>

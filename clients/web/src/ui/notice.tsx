@@ -11,8 +11,8 @@ export function TroubleNotice({ trouble, after, heardAt = null, onRetry }: { tro
   return (
     <div class={trouble.lasting ? "notice bad" : "notice"} role="alert">
       <div class="grow">
-        <strong>{trouble.title}.</strong> {trouble.todo} {says(trouble) && <span class="said">{trouble.said}</span>}
-        {heardAt !== null && <> What you see is of {clockTime(heardAt)}.</>}
+        <strong>{trouble.title}.</strong> {trouble.todo} {heardAt !== null && <>What you see is of {clockTime(heardAt)}. </>}
+        {says(trouble) && <span class="said">{trouble.said}</span>}
       </div>
       {after && <span class="muted num">{after}</span>}
       {onRetry && (
