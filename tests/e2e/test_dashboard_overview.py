@@ -38,6 +38,10 @@ async def test_a_rollout_is_started_from_the_form_and_seen_through_to_its_reward
     run_id = f"run-{secrets.token_hex(4)}"
     async with looking(browser, address, stack.stack.trainer_token, "/new") as page:
         await page.get_by_label("Agent", exact=True).select_option("shell")
+        # What options there are is seen whole.
+        options = page.get_by_label("Agent's options")
+        await expect(options).to_have_attribute("placeholder", re.compile("command_timeout"))
+        assert await options.evaluate("element => element.scrollHeight <= element.clientHeight")
         await page.get_by_label("Setup").fill("echo echo done > work.sh")
         await page.get_by_label("Verifier").fill("test -f work.sh\nfalse")
         await page.get_by_label("Run", exact=True).fill(run_id)
@@ -132,6 +136,16 @@ async def test_a_thousand_rollouts_are_a_table_of_what_is_in_sight(browser: Brow
         assert await lines.count() < 80
         # What an agent's author wrote is text: `looking` fails on the dialog that it asks for.
         await expect(lines.filter(has_text="<img src=x onerror=alert(1)>")).to_have_count(1)
+
+        # The keys that hold for a row are listed, and the one that cancels asks first.
+        await page.keyboard.press("c")
+        asked = page.get_by_role("dialog", name="Cancel this rollout?")
+        await expect(asked).to_contain_text("row-0000")
+        await page.keyboard.press("Escape")
+        await expect(asked).to_be_hidden()
+        await page.keyboard.press("?")
+        await expect(page.get_by_role("dialog", name="Keys")).to_contain_text("cancel the rollout")
+        await page.keyboard.press("Escape")
 
         await page.keyboard.press("/")
         await page.keyboard.type("label:shard=3 row-000")

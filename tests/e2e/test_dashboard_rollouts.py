@@ -94,6 +94,9 @@ async def test_a_rollout_is_shown_with_its_reward_its_diff_and_each_token_as_it_
         await expect(page.locator(".diff-row.diff-added").first).to_contain_text("return sum(values) / len(values)")
         await page.get_by_role("tab", name="Events").click()
         await expect(page.locator(".event").last).to_contain_text("completed")
+        # By the same key as in the list.
+        await page.keyboard.press("g")
+        await expect(page).to_have_url(re.compile(f"#/groups/{best.rollout.group_id}"))
 
 
 async def test_a_real_agents_rollout_is_shown_with_its_side_call_apart(
@@ -137,6 +140,9 @@ async def test_siblings_are_compared_best_with_worst_and_where_they_part_is_poin
             "aria-pressed", "true"
         )
         await expect(page.locator(".comparison")).to_contain_text(re.compile("They part at call 1, token [0-9]+"))
+        # The call before is marked in both columns, which so stay level.
+        await expect(page.get_by_text("the same in both")).to_have_count(2)
+        await expect(page.locator(".half-name").first).to_be_hidden()
         await page.get_by_role("button", name="Go there").click()
         await expect(page.locator(".pair-parting")).to_be_in_viewport()
     async with looking(browser, address, OBSERVER_TOKEN, f"/groups/{group[0].rollout.group_id}", width=390) as page:
@@ -144,6 +150,10 @@ async def test_siblings_are_compared_best_with_worst_and_where_they_part_is_poin
             "aria-pressed", "true"
         )
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        # One below the other, each half says whose it is.
+        await expect(page.locator(".half-name").nth(0)).to_have_text("Rollout 0")
+        await expect(page.locator(".half-name").nth(0)).to_be_visible()
+        await expect(page.locator(".half-name").nth(1)).not_to_have_text("Rollout 0")
 
 
 async def test_a_rollout_is_followed_while_it_runs_and_cancelled_by_who_may(

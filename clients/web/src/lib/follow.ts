@@ -14,7 +14,13 @@ export type Health =
   | { readonly kind: "connecting" }
   | { readonly kind: "live" }
   | { readonly kind: "ended" }
-  | { readonly kind: "broken"; readonly trouble: Trouble; readonly retryAt: number; /** When it was heard of last; null = never. */ readonly heardAt: number | null };
+  | {
+      readonly kind: "broken";
+      readonly trouble: Trouble;
+      readonly retryAt: number;
+      /** When something came last; null = never. */
+      readonly heardAt: number | null;
+    };
 
 export interface Following {
   readonly health: ReadonlySignal<Health>;
