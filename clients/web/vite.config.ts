@@ -22,5 +22,6 @@ export default defineConfig({
     target: "es2022",
   },
   server: { fs: { allow: [here("..")] }, proxy: { "/rpc": "http://127.0.0.1:7790" } },
-  test: { include: ["src/**/*.test.ts"], environment: "node" },
+  // With their sheets, which one test reads.
+  test: { include: ["src/**/*.test.ts"], environment: "node", css: true },
 });

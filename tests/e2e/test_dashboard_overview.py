@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest_asyncio
 from playwright.async_api import Browser, expect
@@ -37,6 +38,10 @@ async def test_a_rollout_is_started_from_the_form_and_seen_through_to_its_reward
     run_id = f"run-{secrets.token_hex(4)}"
     async with looking(browser, address, stack.stack.trainer_token, "/new") as page:
         await page.get_by_label("Agent", exact=True).select_option("shell")
+        # What options there are is seen whole.
+        options = page.get_by_label("Agent's options")
+        await expect(options).to_have_attribute("placeholder", re.compile("command_timeout"))
+        assert await options.evaluate("element => element.scrollHeight <= element.clientHeight")
         await page.get_by_label("Setup").fill("echo echo done > work.sh")
         await page.get_by_label("Verifier").fill("test -f work.sh\nfalse")
         await page.get_by_label("Run", exact=True).fill(run_id)
@@ -48,6 +53,8 @@ async def test_a_rollout_is_started_from_the_form_and_seen_through_to_its_reward
         # The driver's words, at the field that they are about; nothing else is lost.
         await expect(page.get_by_label("Labels")).to_have_attribute("aria-invalid", "true")
         await expect(page.locator("#field-labels-note")).not_to_be_empty()
+        await expect(page.get_by_role("alert")).to_contain_text("Labels: ")
+        await expect(page.get_by_role("alert")).not_to_contain_text("spec.")
         await page.get_by_label("Labels").fill("made=by-hand")
         await page.get_by_role("button", name="Start the rollout").click()
         await expect(page).to_have_url(re.compile("#/rollouts/"))
@@ -60,6 +67,11 @@ async def test_a_rollout_is_started_from_the_form_and_seen_through_to_its_reward
         await expect(line.locator(".state")).to_have_text("completed")
         await line.click()
         await expect(page).to_have_url(re.compile("#/rollouts/"))
+        # The rollout's styles are not the table's, although the page has both by now.
+        await expect(page.get_by_role("heading", level=1)).to_contain_text("Rollout")
+        await page.go_back()
+        await expect(line.locator(".reward")).to_have_css("display", "block")
+        await expect(line.locator(".tokens")).to_have_css("font-size", "14px")
 
 
 async def test_a_token_that_may_only_look_is_told_so_and_a_wrong_one_is_replaced(
@@ -69,6 +81,9 @@ async def test_a_token_that_may_only_look_is_told_so_and_a_wrong_one_is_replaced
     async with looking(browser, address, "not-a-token", "/") as page:
         alert = page.get_by_role("alert")
         await expect(alert).to_contain_text("The token is not valid here")
+        assert (await alert.inner_text()).count("The token is not valid here") == 1
+        await expect(page.locator(".numbers dd").first).not_to_have_text(re.compile("[0-9]"))
+        await expect(page.get_by_text("Nothing is known of any rollout yet.")).to_be_visible()
         await page.get_by_role("button", name="Token").click()
         await page.get_by_label("Token", exact=True).last.fill(OBSERVER_TOKEN)
         await page.get_by_role("button", name="Use it").click()
@@ -90,6 +105,7 @@ async def test_the_services_show_queue_credits_engine_and_sandboxes(
         gate = page.get_by_role("region", name="Gate")
         await expect(gate).to_contain_text("Calls that wait")
         await expect(page.get_by_role("region", name="Inference")).to_contain_text("Policy version")
+        await expect(page.get_by_role("region", name="Inference")).to_contain_text(re.compile("Model .+, served by .+"))
         rollout = await stack.ps.rollouts.create(Task(task_id="waits", instruction="wait"), "shell", run_id=run_id)
         try:
             sandboxes = page.get_by_role("region", name="Sandboxes")
@@ -121,6 +137,16 @@ async def test_a_thousand_rollouts_are_a_table_of_what_is_in_sight(browser: Brow
         # What an agent's author wrote is text: `looking` fails on the dialog that it asks for.
         await expect(lines.filter(has_text="<img src=x onerror=alert(1)>")).to_have_count(1)
 
+        # The keys that hold for a row are listed, and the one that cancels asks first.
+        await page.keyboard.press("c")
+        asked = page.get_by_role("dialog", name="Cancel this rollout?")
+        await expect(asked).to_contain_text("row-0000")
+        await page.keyboard.press("Escape")
+        await expect(asked).to_be_hidden()
+        await page.keyboard.press("?")
+        await expect(page.get_by_role("dialog", name="Keys")).to_contain_text("cancel the rollout")
+        await page.keyboard.press("Escape")
+
         await page.keyboard.press("/")
         await page.keyboard.type("label:shard=3 row-000")
         await expect(table).to_have_attribute("aria-rowcount", "3")
@@ -129,6 +155,8 @@ async def test_a_thousand_rollouts_are_a_table_of_what_is_in_sight(browser: Brow
         await expect(lines.filter(has_text="row-0003").locator(".state")).to_have_text("completed")
         await page.get_by_role("button", name="Live").click()
         await expect(table).to_have_attribute("aria-rowcount", "2")
+        await page.get_by_label("Filter the rollouts").fill("stat:faild")
+        await expect(table).to_contain_text("There is no key stat:; did you mean state:?")
 
 
 async def test_a_dead_service_and_an_old_one_are_said_in_words_and_the_page_recovers(
@@ -149,6 +177,12 @@ async def test_a_dead_service_and_an_old_one_are_said_in_words_and_the_page_reco
         await page.get_by_role("button", name="Try now").click()
         await expect(alert).to_have_count(0, timeout=60_000)
         await expect(lines.filter(has_text="row-0001").locator(".reward")).to_have_text("0.25")
+        # Nor is the page's own server there: what a browser says of it says nothing.
+        await page.evaluate("() => { window.fetch = () => Promise.reject(new TypeError('Failed to fetch')); }")
+        await driver.stop()
+        await expect(alert).to_contain_text(f"The dashboard at {urlsplit(at).netloc} does not answer", timeout=60_000)
+        await expect(alert).to_contain_text("What you see is of")
+        await expect(alert).not_to_contain_text("Failed to fetch")
 
 
 async def test_it_works_on_a_phone_by_keyboard_and_without_a_token_it_asks_for_one(

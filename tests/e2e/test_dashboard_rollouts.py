@@ -79,13 +79,13 @@ async def test_a_rollout_is_shown_with_its_reward_its_diff_and_each_token_as_it_
         inspector = page.locator(".inspector")
         for index in range(2):
             await page.keyboard.press("ArrowRight")
-            await expect(inspector).to_contain_text(f"token {index + 1} of {call.sampled_count}")
+            await expect(inspector).to_contain_text(f"token {index} of {call.sampled_count}")
             await expect(inspector).to_contain_text(f"id {call.completion.token_ids[index]}")
             await expect(inspector).to_contain_text(f"policy version {call.completion.policy_version}")
             await expect(inspector).to_contain_text("training trained")
         # By pointer.
         await tokens.locator("span").first.hover()
-        await expect(inspector).to_contain_text("token 1 of")
+        await expect(inspector).to_contain_text("token 0 of")
 
         await page.get_by_role("tab", name="Files").click()
         await expect(page.locator(".diff-row.diff-removed").first).to_contain_text(
@@ -94,6 +94,9 @@ async def test_a_rollout_is_shown_with_its_reward_its_diff_and_each_token_as_it_
         await expect(page.locator(".diff-row.diff-added").first).to_contain_text("return sum(values) / len(values)")
         await page.get_by_role("tab", name="Events").click()
         await expect(page.locator(".event").last).to_contain_text("completed")
+        # By the same key as in the list.
+        await page.keyboard.press("g")
+        await expect(page).to_have_url(re.compile(f"#/groups/{best.rollout.group_id}"))
 
 
 async def test_a_real_agents_rollout_is_shown_with_its_side_call_apart(
@@ -125,6 +128,9 @@ async def test_siblings_are_compared_best_with_worst_and_where_they_part_is_poin
     async with looking(browser, address, OBSERVER_TOKEN, f"/rollouts/{group[1].rollout_id}") as page:
         await page.get_by_role("link", name="2 of 4: compare").click()
         await expect(page.locator(".siblings-table tbody tr")).to_have_count(4)
+        # The overview's styles, which the page has by now or later, are not for this page's plot.
+        plot = await page.get_by_role("img", name="Rewards of 4 siblings").bounding_box()
+        assert plot and plot["width"] > 400 and plot["height"] > 40
         await expect(page.locator(".siblings-table")).to_contain_text("BUDGET_EXHAUSTED")
         # It came from the second, which stays on the left; the other side is the best.
         await expect(page.get_by_role("button", name="Put rollout 1 on the left")).to_have_attribute(
@@ -133,7 +139,10 @@ async def test_siblings_are_compared_best_with_worst_and_where_they_part_is_poin
         await expect(page.get_by_role("button", name="Put rollout 0 on the right")).to_have_attribute(
             "aria-pressed", "true"
         )
-        await expect(page.locator(".comparison")).to_contain_text(re.compile("They part in turn 2, at token [0-9]+"))
+        await expect(page.locator(".comparison")).to_contain_text(re.compile("They part at call 1, token [0-9]+"))
+        # The call before is marked in both columns, which so stay level.
+        await expect(page.get_by_text("the same in both")).to_have_count(2)
+        await expect(page.locator(".half-name").first).to_be_hidden()
         await page.get_by_role("button", name="Go there").click()
         await expect(page.locator(".pair-parting")).to_be_in_viewport()
     async with looking(browser, address, OBSERVER_TOKEN, f"/groups/{group[0].rollout.group_id}", width=390) as page:
@@ -141,6 +150,10 @@ async def test_siblings_are_compared_best_with_worst_and_where_they_part_is_poin
             "aria-pressed", "true"
         )
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        # One below the other, each half says whose it is.
+        await expect(page.locator(".half-name").nth(0)).to_have_text("Rollout 0")
+        await expect(page.locator(".half-name").nth(0)).to_be_visible()
+        await expect(page.locator(".half-name").nth(1)).not_to_have_text("Rollout 0")
 
 
 async def test_a_rollout_is_followed_while_it_runs_and_cancelled_by_who_may(
@@ -161,8 +174,14 @@ async def test_a_rollout_is_followed_while_it_runs_and_cancelled_by_who_may(
             await held.wait()
             await expect(page.locator("article.turn")).to_have_count(2)
             await expect(page.locator(".rollout-title")).to_contain_text("running")
-            await page.get_by_role("button", name="Cancel rollout").click()
-            await page.get_by_role("button", name="Press again to cancel").click()
+            await expect(page.get_by_role("region", name="Capture")).to_contain_text("not yet")
+            await expect(page.get_by_role("region", name="Capture")).not_to_contain_text("NOTHING_TO_TRAIN")
+            await page.keyboard.press("?")
+            await expect(page.get_by_role("dialog", name="Keys")).to_contain_text("cancel the rollout")
+            await page.keyboard.press("Escape")
+            # The key that cancels is that of the list, and like there it asks first.
+            await page.keyboard.press("c")
+            await page.get_by_role("button", name="Cancel the rollout").click()
             await expect(page.locator(".failure")).to_contain_text("It was cancelled")
             await expect(page.locator(".failure")).to_contain_text("Caused by somebody who may")
     assert (await rollout.result()).failure is not None
@@ -184,6 +203,7 @@ async def test_a_failed_setup_an_absent_rollout_and_an_absent_group_are_told_in_
         await expect(setup).to_contain_text("exit 3")
         await expect(setup).to_contain_text("no-such-tool")
         await expect(page.get_by_text("Not graded, which is not zero")).to_be_visible()
+        await expect(page.get_by_role("region", name="Capture")).to_contain_text("no capture of this rollout")
     async with looking(browser, address, OBSERVER_TOKEN, "/rollouts/no-such-rollout") as page:
         await expect(page.get_by_role("alert")).to_contain_text("There is no rollout no-such-rollout")
     async with looking(browser, address, OBSERVER_TOKEN, "/groups/no-such-group") as page:

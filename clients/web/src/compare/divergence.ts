@@ -12,9 +12,11 @@ import { int32 } from "../rollout/tokens";
 export interface Divergence {
   /** Position of the call on its main branch, from 0. */
   readonly turn: number;
+  /** The call's own number in the record of the left one and of the right one; undefined = it has none there. */
+  readonly calls: readonly [number | undefined, number | undefined];
   /** In what the agent sent, in what the model sampled, or where one of them has no further call. */
   readonly where: "prompt" | "completion" | "end";
-  /** Token in the new part of the prompt, or of the completion. */
+  /** Token in the new part of the prompt, or of the completion, from 0. */
   readonly token: number;
 }
 
@@ -25,11 +27,11 @@ export function divergence(left: readonly Call[], right: readonly Call[]): Diver
     const [a, b] = [left[turn], right[turn]];
     if (!a || !b || a.promptCount === 0 || b.promptCount === 0) return undefined;
     const prompt = promptDifference(a, b);
-    if (prompt >= 0) return { turn, where: "prompt", token: prompt };
+    if (prompt >= 0) return { turn, calls: [a.index, b.index], where: "prompt", token: prompt };
     const sampled = firstDifference(sampledOf(a), sampledOf(b));
-    if (sampled >= 0) return { turn, where: "completion", token: sampled };
+    if (sampled >= 0) return { turn, calls: [a.index, b.index], where: "completion", token: sampled };
   }
-  return left.length === right.length ? undefined : { turn: turns, where: "end", token: 0 };
+  return left.length === right.length ? undefined : { turn: turns, calls: [left[turns]?.index, right[turns]?.index], where: "end", token: 0 };
 }
 
 function promptDifference(a: Call, b: Call): number {
@@ -46,10 +48,11 @@ export function firstDifference(a: Int32Array, b: Int32Array): number {
   return a.length === b.length ? -1 : length;
 }
 
-/** A place in words. */
+/** A place in words, counted from 0 as the record and `penstock diff` count. */
 export function divergenceWords(found: Divergence): string {
-  const turn = `turn ${found.turn + 1}`;
-  if (found.where === "end") return `Equal up to ${turn}, which only one of them has.`;
-  if (found.where === "prompt") return `They part in ${turn}: what the agent sent differs, for example a tool's result.`;
-  return `They part in ${turn}, at token ${found.token + 1} of what the model sampled.`;
+  const [left, right] = found.calls;
+  const call = left === undefined || right === undefined || left === right ? `call ${left ?? right}` : `call ${left} of the left one and call ${right} of the right one`;
+  if (found.where === "end") return `They are alike until ${call}, which only one of them has.`;
+  if (found.where === "prompt") return `They part at ${call}: what the agent sent differs, for example a tool's result.`;
+  return `They part at ${call}, token ${found.token} of what the model sampled.`;
 }

@@ -6,7 +6,7 @@ import { type Group, Phase, type RolloutSummary } from "@gen/penstock/driver/v1/
 import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { explain, isCancelled, type Trouble } from "../lib/errors";
 import { type Following, follow } from "../lib/follow";
-import { CANCEL_MS, client } from "../lib/transport";
+import { client } from "../lib/transport";
 import { type Capture, captureSoFar, NO_CAPTURE, trajectory } from "../rollout/records";
 
 export interface GroupModel {
@@ -16,7 +16,6 @@ export interface GroupModel {
   readonly rollouts: ReadonlySignal<readonly RolloutSummary[]>;
   readonly isUnknown: ReadonlySignal<boolean>;
   readonly following: Following;
-  cancel(): Promise<Trouble | undefined>;
   stop(): void;
 }
 
@@ -54,14 +53,6 @@ export function followGroup(id: string): GroupModel {
       return health.kind === "broken" && health.trouble.code === Code.NotFound;
     }),
     following,
-    async cancel() {
-      try {
-        group.value = (await service.cancelGroup({ groupId: id, reason: "cancelled on the dashboard" }, { timeoutMs: CANCEL_MS })).group;
-        return undefined;
-      } catch (error) {
-        return explain(error, "cancel this group");
-      }
-    },
     stop: following.stop,
   };
 }

@@ -5,8 +5,9 @@ import { useComputed, useSignal } from "@preact/signals";
 import { useEffect, useMemo, useRef } from "preact/hooks";
 import { Phase, type RolloutSummary } from "@gen/penstock/driver/v1/rollout_pb";
 import { href, type Params, setQuery } from "../lib/router";
+import { type Key, useKeys } from "../lib/keys";
+import { askToCancel, CancelSheet } from "../ui/cancel";
 import { FollowingNotice, TroubleNotice } from "../ui/notice";
-import { CancelButton } from "../rollout/header";
 import { type Capture, NO_CAPTURE, vocabulary as readVocabulary } from "../rollout/records";
 import { oneLine } from "../rollout/safe";
 import { Inspector, Legend } from "../rollout/tokenview";
@@ -19,7 +20,7 @@ import "./compare.css";
 import { type Divergence, divergence, divergenceWords } from "./divergence";
 import { followGroup, type GroupModel, readCapture, type Reading } from "./model";
 import { RewardStrip } from "./strip";
-import { advantage, bestAndWorst, rewardOf, spread, type Spread } from "./spread";
+import { advantage, bestAndWorst, groupTone, rewardOf, spread, type Spread } from "./spread";
 
 export default function Page({ params, query }: { params: Params; query: URLSearchParams }) {
   const id = params["id"] ?? "";
@@ -48,6 +49,8 @@ function Known({ model, query }: { model: GroupModel; query: URLSearchParams }) 
   const figures = spread(rewards);
   const chosen = pair(query, rollouts);
   const ended = rollouts.filter((rollout) => rollout.phase === Phase.ENDED).length;
+  const keys = useMemo<readonly Key[]>(() => [{ key: "c", does: "cancel the group", run: () => cancel(model) }], [model]);
+  useKeys(keys);
   if (!group) return null;
   return (
     <div class="group">
@@ -56,11 +59,15 @@ function Known({ model, query }: { model: GroupModel; query: URLSearchParams }) 
         <h1>
           <span class="muted">Group</span> <code>{oneLine(model.id, 140)}</code>
         </h1>
-        <span class={group.complete ? "chip good" : ended === rollouts.length && ended > 0 ? "chip warn" : "chip busy"}>
+        <span class={`chip ${groupTone(rollouts)}`}>
           {ended} of {rollouts.length} ended
         </span>
         <span class="grow" />
-        {ended < rollouts.length && <CancelButton cancel={model.cancel} what="group" />}
+        {ended < rollouts.length && (
+          <button type="button" class="button danger" onClick={() => askToCancel("group", model.id)}>
+            Cancel group
+          </button>
+        )}
       </header>
       <div class="group-top">
         <section class="card panel" aria-label="Rewards">
@@ -83,8 +90,13 @@ function Known({ model, query }: { model: GroupModel; query: URLSearchParams }) 
       <SiblingTable rollouts={rollouts} figures={figures} chosen={chosen} />
       {chosen && <Comparison key={chosen.join(" ")} left={find(rollouts, chosen[0])} right={find(rollouts, chosen[1])} />}
       <Inspector />
+      <CancelSheet />
     </div>
   );
+}
+
+function cancel(model: GroupModel): void {
+  if (model.rollouts.peek().some((rollout) => rollout.phase !== Phase.ENDED)) askToCancel("group", model.id);
 }
 
 type Pair = readonly [string, string];
@@ -153,7 +165,8 @@ function SiblingTable({ rollouts, figures, chosen }: { rollouts: readonly Rollou
 
 function SiblingRow({ rollout, figures, chosen }: { rollout: RolloutSummary; figures: Spread | undefined; chosen: Pair | undefined }) {
   const reward = rewardOf(rollout);
-  const gain = reward === undefined || !figures ? undefined : advantage(reward, figures);
+  // Rewards that are all equal are all at the mean.
+  const gain = reward === undefined || !figures ? undefined : (advantage(reward, figures) ?? 0);
   const took = rollout.createTime && rollout.endTime ? durationWords((timestampMs(rollout.endTime) - timestampMs(rollout.createTime)) / 1000) : "";
   const name = `rollout ${rollout.index}`;
   return (
@@ -167,7 +180,7 @@ function SiblingRow({ rollout, figures, chosen }: { rollout: RolloutSummary; fig
         <End rollout={rollout} />
       </td>
       <td class="right num">{reward === undefined ? <span class="muted">–</span> : <strong>{figure(reward)}</strong>}</td>
-      <td class="right num muted wide">{gain === undefined ? "" : `${gain > 0 ? "+" : ""}${gain.toFixed(2)}`}</td>
+      <td class="right num muted wide">{gain === undefined ? "–" : `${gain > 0 ? "+" : ""}${gain.toFixed(2)}`}</td>
       <td class="right num wide">{(rollout.calls?.calls ?? 0).toLocaleString("en")}</td>
       <td class="right num wide">{Number(rollout.calls?.completionTokens ?? 0).toLocaleString("en")}</td>
       <td class="right num wide">{took}</td>
@@ -236,8 +249,8 @@ function Comparison({ left, right }: { left: RolloutSummary | undefined; right: 
       </div>
       {Array.from({ length: count }, (_, turn) => (
         <div key={turn} class={parting?.turn === turn ? "pair pair-parting" : "pair"} data-turn={turn}>
-          <Half turn={mainA[turn]} vocabulary={vocabulary} parting={parting} number={turn} isEqual={parting !== undefined && turn < parting.turn} />
-          <Half turn={mainB[turn]} vocabulary={vocabulary} parting={parting} number={turn} isEqual={false} />
+          <Half name={`Rollout ${left.index}`} turn={mainA[turn]} vocabulary={vocabulary} parting={parting} number={turn} isEqual={parting !== undefined && turn < parting.turn} />
+          <Half name={`Rollout ${right.index}`} turn={mainB[turn]} vocabulary={vocabulary} parting={parting} number={turn} isEqual={parting !== undefined && turn < parting.turn} />
         </div>
       ))}
     </section>
@@ -246,12 +259,13 @@ function Comparison({ left, right }: { left: RolloutSummary | undefined; right: 
 
 function Side({ rollout, reading }: { rollout: RolloutSummary; reading: Reading }) {
   const reward = rewardOf(rollout);
+  const isEnded = rollout.phase === Phase.ENDED;
   return (
     <div class="side">
       <a href={href("/rollouts", rollout.rolloutId)}>Rollout {rollout.index}</a> <End rollout={rollout} />
-      <span class="side-reward num">{reward === undefined ? "not graded" : figure(reward)}</span>
+      <span class="side-reward num">{reward === undefined ? (isEnded ? "not graded" : "not yet") : figure(reward)}</span>
       {reading.trouble && <TroubleNotice trouble={reading.trouble} />}
-      {!reading.isReading && !reading.trouble && reading.capture.calls.length === 0 && <p class="muted">It has no captured calls.</p>}
+      {!reading.isReading && !reading.trouble && reading.capture.calls.length === 0 && <p class="muted">{isEnded ? "It has no captured calls." : "It has not asked the model yet."}</p>}
     </div>
   );
 }
@@ -270,11 +284,19 @@ function Parting({ parting, isReading, hasCalls, onGo }: { parting: Divergence |
   );
 }
 
-function Half({ turn, vocabulary, parting, number, isEqual }: { turn: Turn | undefined; vocabulary: Parameters<typeof TurnView>[0]["vocabulary"]; parting: Divergence | undefined; number: number; isEqual: boolean }) {
-  if (!turn) return <div class="half half-none muted">no such turn</div>;
+function Half({ name, turn, vocabulary, parting, number, isEqual }: { name: string; turn: Turn | undefined; vocabulary: Parameters<typeof TurnView>[0]["vocabulary"]; parting: Divergence | undefined; number: number; isEqual: boolean }) {
+  if (!turn)
+    return (
+      <div class="half half-none muted">
+        <p>
+          <span class="half-name">{name}: </span>no such call
+        </p>
+      </div>
+    );
   const marked = parting?.turn === number && parting.where === "completion" ? parting.token : undefined;
   return (
     <div class="half">
+      <p class="half-name">{name}</p>
       {isEqual && <p class="chip">the same in both</p>}
       <TurnView turn={turn} vocabulary={vocabulary} marked={marked} />
     </div>

@@ -1,6 +1,6 @@
 /** Figures over a group's rewards, and which two siblings to put side by side. */
 
-import type { RolloutSummary } from "@gen/penstock/driver/v1/rollout_pb";
+import { Phase, type RolloutSummary } from "@gen/penstock/driver/v1/rollout_pb";
 
 export interface Spread {
   readonly count: number;
@@ -21,6 +21,12 @@ export function spread(rewards: readonly number[]): Spread | undefined {
 /** How far a reward is from its group's mean in deviations; undefined where nothing sets the siblings apart. */
 export function advantage(reward: number, over: Spread): number | undefined {
   return over.deviation > 1e-9 ? (reward - over.mean) / over.deviation : undefined;
+}
+
+/** How a group stands at a glance: busy while one runs, a warning where one failed, else good. */
+export function groupTone(rollouts: readonly RolloutSummary[]): "busy" | "warn" | "good" {
+  if (rollouts.length === 0 || rollouts.some((rollout) => rollout.phase !== Phase.ENDED)) return "busy";
+  return rollouts.some((rollout) => rollout.failure) ? "warn" : "good";
 }
 
 export const rewardOf = (rollout: RolloutSummary): number | undefined => rollout.reward?.value;

@@ -49,6 +49,11 @@ const LASTING = new Set([
   Code.AlreadyExists,
 ]);
 
+/** Whether this page's own server is gone: browsers throw a TypeError then, each in its own words, and there is no answer to read. */
+function isUnreachable(failure: ConnectError): boolean {
+  return failure.cause instanceof TypeError && /fetch|network|load failed/i.test(failure.rawMessage);
+}
+
 /** Whether it is nothing but that somebody stopped asking. */
 export function isCancelled(error: unknown): boolean {
   return ConnectError.from(error).code === Code.Canceled;
@@ -63,6 +68,12 @@ export function isCancelled(error: unknown): boolean {
 export function explain(error: unknown, what: string, isRepeated = false): Trouble {
   const failure = ConnectError.from(error);
   const { reason, violations, retryAfter } = details(failure);
+  if (isUnreachable(failure))
+    return {
+      ...{ said: "", reason, code: Code.Unavailable, violations, retryAfter, lasting: false },
+      title: `The dashboard at ${globalThis.location?.host ?? "its address"} does not answer: cannot ${what}`,
+      todo: isRepeated ? "Start it again, or wait: the page tries again by itself." : "Start it again, then try again.",
+    };
   const base = { said: failure.rawMessage, reason, code: failure.code, violations, retryAfter };
   const lasting = LASTING.has(failure.code);
   switch (failure.code) {

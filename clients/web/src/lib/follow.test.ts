@@ -31,7 +31,9 @@ test("a stream that falls silent is broken, is told, and is opened again", async
   await vi.advanceTimersByTimeAsync(2 * SILENCE_MS - 2);
   expect(following.health.peek().kind).toBe("live");
   await vi.advanceTimersByTimeAsync(1);
-  expect(following.health.peek()).toMatchObject({ kind: "broken", trouble: { said: "Nothing came for 30 s.", lasting: false } });
+  // What stands on the page is of when something came last.
+  const heardAt = Date.now() - SILENCE_MS;
+  expect(following.health.peek()).toMatchObject({ kind: "broken", heardAt, trouble: { said: "Nothing came for 30 s.", lasting: false } });
   expect(opened).toBe(1);
   await vi.advanceTimersByTimeAsync(400);
   expect(opened).toBe(2);

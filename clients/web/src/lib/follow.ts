@@ -14,7 +14,13 @@ export type Health =
   | { readonly kind: "connecting" }
   | { readonly kind: "live" }
   | { readonly kind: "ended" }
-  | { readonly kind: "broken"; readonly trouble: Trouble; readonly retryAt: number };
+  | {
+      readonly kind: "broken";
+      readonly trouble: Trouble;
+      readonly retryAt: number;
+      /** When something came last; null = never. */
+      readonly heardAt: number | null;
+    };
 
 export interface Following {
   readonly health: ReadonlySignal<Health>;
@@ -43,12 +49,14 @@ export function delay(attempt: number, lasting: boolean, random: () => number = 
  * @param open makes one attempt; it is asked anew after a break and resumes by what it has seen.
  * @param onMessage gets each message, in order.
  * @param again whether a stream that ended well is opened again; false = it is over (a rollout that has ended).
+ * @param heardBefore when what is shown already was told; null = nothing is shown yet.
  */
 export function follow<M>(
   what: string,
   open: (abort: AbortSignal) => AsyncIterable<M>,
   onMessage: (message: M) => void,
   again = true,
+  heardBefore: number | null = null,
 ): Following {
   const health = signal<Health>({ kind: "connecting" });
   let stopped = false;
@@ -56,6 +64,7 @@ export function follow<M>(
   let current = new AbortController();
   let wake: () => void = () => {};
   let resting = false;
+  let heardAt = heardBefore;
   let hiding: ReturnType<typeof setTimeout> | undefined;
 
   const pause = (ms: number) =>
@@ -97,6 +106,7 @@ export function follow<M>(
           if (stopped) return;
           listen();
           attempt = 0;
+          heardAt = Date.now();
           if (health.peek().kind !== "live") health.value = { kind: "live" };
           onMessage(message);
         }
@@ -116,7 +126,7 @@ export function follow<M>(
       const wait = broken?.wait ?? delay(attempt, false);
       attempt += 1;
       health.value = broken
-        ? { kind: "broken", trouble: broken.trouble, retryAt: Date.now() + wait }
+        ? { kind: "broken", trouble: broken.trouble, retryAt: Date.now() + wait, heardAt }
         : { kind: "connecting" };
       await pause(wait);
     }

@@ -1,9 +1,10 @@
 import { create } from "@bufbuild/protobuf";
 import { Code, ConnectError } from "@connectrpc/connect";
 import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "@gen/google/rpc/error_details_pb";
-import { describe, expect, test } from "vitest";
+import { describe, expect, test, vi } from "vitest";
 
 import { ticks } from "../overview/curve";
+import { servedWords } from "../services/served";
 import { pushed, rate } from "../services/spark";
 import { explain } from "./errors";
 import { delay } from "./follow";
@@ -41,8 +42,12 @@ describe("words for errors", () => {
     });
   });
 
-  test("a broken fetch is somebody who does not answer, or at least told", () => {
-    expect(explain(new TypeError("Failed to fetch"), "x").title).not.toBe("");
+  test.each(["Failed to fetch", "NetworkError when attempting to fetch resource.", "Load failed", "network error"])("the page's own server is gone: %s", (said) => {
+    vi.stubGlobal("location", { host: "127.0.0.1:7790" });
+    const trouble = explain(new TypeError(said), "watch the rollouts", true);
+    vi.unstubAllGlobals();
+    expect(trouble).toMatchObject({ title: "The dashboard at 127.0.0.1:7790 does not answer: cannot watch the rollouts", said: "", lasting: false });
+    expect(explain(new TypeError("x is undefined"), "watch the rollouts").title).toBe("Cannot watch the rollouts");
   });
 });
 
@@ -51,6 +56,12 @@ test("delays grow to a cap, and lasting troubles are asked about less often", ()
   expect([0, 1, 2, 20].map((attempt) => most(attempt, false))).toEqual([400, 800, 1600, 10_000]);
   expect([0, 20].map((attempt) => most(attempt, true))).toEqual([5_000, 30_000]);
   expect(delay(3, false, () => 0)).toBe(1600);
+});
+
+test("what is served is named, as far as it is told", () => {
+  expect(servedWords({ model: "tiny", engine: "numpy", engineVersion: "2.1" })).toBe("Model tiny, served by numpy 2.1");
+  expect(servedWords({ model: "", engine: "scripted", engineVersion: "" })).toBe("Served by scripted");
+  expect(servedWords({ model: "", engine: "", engineVersion: "" })).toBe("");
 });
 
 test("numbers are for people", () => {

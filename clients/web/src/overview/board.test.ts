@@ -5,7 +5,7 @@ import fc from "fast-check";
 import { describe, expect, test } from "vitest";
 
 import { Board, rowOf } from "./board";
-import { matches, parseFilter } from "./filter";
+import { matches, misread, parseFilter } from "./filter";
 import { curveOf, groupsOf, smooth } from "./groups";
 
 const summary = (id: string, more: object = {}) =>
@@ -102,6 +102,15 @@ describe("a filter", () => {
     ["agent:", false],
   ])("%s", (text, wanted) => {
     expect(matches(row, parseFilter(text))).toBe(wanted);
+  });
+
+  test("says which of its keys and states there are not, and which was probably meant", () => {
+    expect(misread("stat:faild copy")).toEqual(["There is no key stat:; did you mean state:? There are state:, agent:, run:, group:, task:, label:."]);
+    expect(misread("state:faild bogus:1")).toEqual([
+      "There is no state faild; did you mean failed? There are waiting, running, live, ended, completed, failed, cancelled.",
+      "There is no key bogus:. There are state:, agent:, run:, group:, task:, label:.",
+    ]);
+    expect(misread("state: agent:shell label:team=a copy a/b:c")).toEqual([]);
   });
 
   test("reads any text", () => {

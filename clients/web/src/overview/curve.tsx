@@ -75,7 +75,7 @@ export function Curve({ points }: { points: readonly Point[] }) {
               {current.version !== null && `, version ${current.version}`}
             </>
           ) : (
-            `${points.length} ${what}s, ${reward(first)} → ${reward(last)}`
+            `${points.length} ${what}${points.length === 1 ? "" : "s"}, ${reward(first)} → ${reward(last)}`
           )}
         </p>
       </header>

@@ -27,6 +27,8 @@ export const complete = computed(() => {
 
 export const following = signal<Following | null>(null);
 let users = 0;
+/** Rows outlive the stream that told them, while another page is shown. */
+let heardAt: number | null = null;
 
 /** Begins to follow, and gives what ends it. */
 export function watch(): () => void {
@@ -50,7 +52,10 @@ function start(): Following {
       return driver.watchRollouts(request, { signal, timeoutMs: 0 });
     },
     (message) => {
+      heardAt = Date.now();
       if (board.apply(message)) version.value += 1;
     },
+    true,
+    heardAt,
   );
 }

@@ -1,4 +1,5 @@
 // What is looked for: words, and conditions like agent:shell or label:team=a. All must hold.
+import { nearest } from "../lib/nearest";
 import type { Row, State } from "./board";
 
 export interface Filter {
@@ -41,6 +42,25 @@ export function parseFilter(text: string): Filter {
   }
   return { ...found, labels };
 }
+
+/** What is written as a condition and is none, in words: it is looked for as a word, and hardly ever found. */
+export function misread(text: string): string[] {
+  return text
+    .trim()
+    .split(/\s+/)
+    .flatMap((part) => {
+      const [, key = "", value = ""] = /^([a-z]+):(.*)$/i.exec(part) ?? [];
+      if (key === "") return [];
+      const name = key.toLowerCase();
+      if (name === "state" && value && !STATES[value.toLowerCase()]) return [`There is no state ${value}${meant(nearest(value.toLowerCase(), STATE_NAMES))} There are ${STATE_NAMES.join(", ")}.`];
+      if (KEYS.includes(name)) return [];
+      const near = nearest(name, KEYS);
+      return [`There is no key ${key}:${meant(near && `${near}:`)} There are ${KEYS.map((one) => `${one}:`).join(", ")}.`];
+    });
+}
+
+const KEYS: readonly string[] = ["state", "agent", "run", "group", "task", "label"];
+const meant = (name: string | undefined): string => (name ? `; did you mean ${name}?` : ".");
 
 /** Whether a row is wanted. */
 export function matches(row: Row, filter: Filter): boolean {

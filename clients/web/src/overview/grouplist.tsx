@@ -11,6 +11,15 @@ export function GroupList({ groups }: { groups: readonly Group[] }) {
     <section class="card grouplist" aria-labelledby="groups-title">
       <h2 id="groups-title">Newest groups</h2>
       <ul>
+        <li class="axis muted num" aria-hidden="true">
+          <span />
+          <span />
+          <span class="ends">
+            <span>{reward(low)}</span>
+            <span>{reward(high)}</span>
+          </span>
+          <span>mean ± spread</span>
+        </li>
         {groups.map((group) => (
           <li key={group.id}>
             <a href={href("/groups", group.id)} class="mono" title={group.id}>

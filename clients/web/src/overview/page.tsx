@@ -5,16 +5,16 @@ import { useEffect } from "preact/hooks";
 import { compact, reward } from "../lib/format";
 import { type Key, useKeys } from "../lib/keys";
 import { href, location_, setQuery } from "../lib/router";
+import { CancelSheet } from "../ui/cancel";
 import { FollowingNotice } from "../ui/notice";
 import type { Row } from "./board";
-import { CancelSheet } from "./cancel";
 import { Curve } from "./curve";
 import { complete, ENDED_SHOWN, following, rows, watch } from "./feed";
-import { matches, parseFilter } from "./filter";
+import { matches, misread, parseFilter } from "./filter";
 import { curveOf, groupsOf } from "./groups";
 import { GroupList } from "./grouplist";
 import "./overview.css";
-import { moveInTable, RolloutTable } from "./table";
+import { cancelInTable, groupInTable, moveInTable, RolloutTable } from "./table";
 
 const CURVE_POINTS = 200;
 const GROUPS_SHOWN = 8;
@@ -25,6 +25,8 @@ const filter = computed(() => parseFilter(query.value));
 const shown = computed(() => rows.value.filter((row) => matches(row, filter.value)));
 const curve = computed(() => curveOf(shown.value, CURVE_POINTS));
 const newest = computed(() => groupsOf(shown.value).slice(-GROUPS_SHOWN).reverse());
+
+const isBroken = computed(() => following.value?.health.value.kind === "broken");
 
 const KEYS: readonly Key[] = [
   {
@@ -38,6 +40,8 @@ const KEYS: readonly Key[] = [
   },
   { key: "j", does: "next rollout (also ↓)", run: () => moveInTable(1) },
   { key: "k", does: "rollout before (also ↑)", run: () => moveInTable(-1) },
+  { key: "g", does: "to the rollout's group", run: groupInTable },
+  { key: "c", does: "cancel the rollout", run: cancelInTable },
 ];
 
 const QUICK = [
@@ -54,7 +58,7 @@ export default function Overview() {
     <div class="overview">
       <h1 class="visually-hidden">Rollouts</h1>
       <FollowingNotice following={following.value} />
-      <Numbers rows={shown.value} />
+      <Numbers rows={shown.value} isKnown={complete.value} isStale={isBroken.value} />
       {curve.value.length > 0 && (
         <div class="panels">
           <Curve points={curve.value} />
@@ -65,11 +69,17 @@ export default function Overview() {
       {complete.value && !rows.value.length ? (
         <Nothing />
       ) : (
-        <RolloutTable rows={shown.value} waiting={!complete.value} />
+        <RolloutTable rows={shown.value} waiting={!complete.value} empty={emptyWords()} />
       )}
       <CancelSheet />
     </div>
   );
+}
+
+/** What stands in a table without rows. */
+function emptyWords(): string {
+  if (!complete.value) return isBroken.value ? "Nothing is known of any rollout yet." : "Asking the driver…";
+  return ["No rollout matches.", ...misread(query.value)].join(" ");
 }
 
 function FilterBar() {
@@ -108,9 +118,11 @@ function FilterBar() {
         })}
       </div>
       <span class="muted num" aria-live="polite">
-        {shown.value.length === rows.value.length
-          ? `${compact(rows.value.length)} rollouts`
-          : `${compact(shown.value.length)} of ${compact(rows.value.length)}`}
+        {!complete.value
+          ? ""
+          : shown.value.length === rows.value.length
+            ? `${compact(rows.value.length)} rollouts`
+            : `${compact(shown.value.length)} of ${compact(rows.value.length)}`}
       </span>
     </div>
   );
@@ -122,7 +134,8 @@ function setText(text: string): void {
   setQuery(params);
 }
 
-function Numbers({ rows: all }: { rows: readonly Row[] }) {
+/** Figures over the rows; none while nothing is known, and greyed out while nobody tells how they go on. */
+function Numbers({ rows: all, isKnown, isStale }: { rows: readonly Row[]; isKnown: boolean; isStale: boolean }) {
   let live = 0;
   let completed = 0;
   let failed = 0;
@@ -140,14 +153,15 @@ function Numbers({ rows: all }: { rows: readonly Row[] }) {
     if (row.versions) version = Math.max(version ?? 0, row.versions[1]);
   }
   const mean = rewards.length ? rewards.reduce((sum, value) => sum + value, 0) / rewards.length : null;
+  const told = (value: string): string => (isKnown ? value : "–");
   return (
-    <dl class="numbers">
-      <Figure name="Live" value={compact(live)} tone={live ? "busy" : ""} />
-      <Figure name="Completed" value={compact(completed)} />
-      <Figure name="Failed" value={compact(failed)} tone={failed ? "bad" : ""} />
+    <dl class={isStale ? "numbers stale" : "numbers"}>
+      <Figure name="Live" value={told(compact(live))} tone={live ? "busy" : ""} />
+      <Figure name="Completed" value={told(compact(completed))} />
+      <Figure name="Failed" value={told(compact(failed))} tone={failed ? "bad" : ""} />
       <Figure name="Mean reward" value={mean === null ? "–" : reward(mean)} />
-      <Figure name="Model calls" value={compact(calls)} />
-      <Figure name="Sampled tokens" value={compact(tokens)} />
+      <Figure name="Model calls" value={told(compact(calls))} />
+      <Figure name="Sampled tokens" value={told(compact(tokens))} />
       <Figure name="Policy version" value={version === null ? "–" : String(version)} />
     </dl>
   );

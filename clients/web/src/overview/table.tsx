@@ -5,8 +5,8 @@ import { useEffect, useLayoutEffect, useRef } from "preact/hooks";
 import { now } from "../lib/clock";
 import { compact, duration, plain, reward } from "../lib/format";
 import { go, href } from "../lib/router";
+import { askToCancel } from "../ui/cancel";
 import { PHASE_NAMES, type Row, type State } from "./board";
-import { askToCancel } from "./cancel";
 
 const MARGIN = 8;
 
@@ -27,7 +27,22 @@ export function moveInTable(by: number): void {
   wantsFocus.value = true;
 }
 
-export function RolloutTable({ rows, waiting }: { rows: readonly Row[]; waiting: boolean }) {
+/** The row that was gone to last, while it is shown. */
+const activeRow = (): Row | undefined => current.peek()[activeIndex.peek()];
+
+/** Asks whether to cancel the rollout of the row that was gone to last. */
+export function cancelInTable(): void {
+  const row = activeRow();
+  if (row && row.ended === null) askToCancel("rollout", row.id);
+}
+
+/** Goes to the group of the row that was gone to last. */
+export function groupInTable(): void {
+  const row = activeRow();
+  if (row?.group) go("/groups", row.group);
+}
+
+export function RolloutTable({ rows, waiting, empty }: { rows: readonly Row[]; waiting: boolean; empty: string }) {
   const body = useRef<HTMLDivElement>(null);
   const range = useSignal<readonly [number, number]>([0, 40]);
   useLayoutEffect(() => {
@@ -89,7 +104,7 @@ export function RolloutTable({ rows, waiting }: { rows: readonly Row[]; waiting:
           <RowLine key={row.id} row={row} index={first + offset} top={(first + offset) * height} focusable={index < 0 ? first + offset === 0 : first + offset === index} />
         ))}
       </div>
-      {!rows.length && <p class="empty">{waiting ? "Asking the driver…" : "No rollout matches."}</p>}
+      {!rows.length && <p class="empty">{empty}</p>}
     </div>
   );
 }
@@ -115,8 +130,6 @@ function onKey(event: KeyboardEvent, rows: readonly Row[]): void {
   const row = rows[activeIndex.peek()];
   if (!row || event.target !== event.currentTarget && !(event.target as HTMLElement).matches("[data-index]")) return;
   if (event.key === "Enter") go("/rollouts", row.id);
-  if (event.key === "c" && row.ended === null) askToCancel("rollout", row.id);
-  if (event.key === "g" && row.group) go("/groups", row.group);
 }
 
 const TONES: Readonly<Record<State, string>> = { waiting: "", running: "busy", completed: "good", failed: "bad", cancelled: "warn" };

@@ -9,7 +9,8 @@ import { HostileText } from "./hostile";
 import type { Capture } from "./records";
 import { explainReward } from "./reward";
 import { oneLine } from "./safe";
-import { captureWords, counted, exitOk, exitWords, figure, gradeWord } from "./words";
+import { captureStanding } from "./standing";
+import { counted, exitOk, exitWords, figure } from "./words";
 
 export function Panel({ title, children, id }: { title: string; children: ComponentChildren; id?: string }) {
   return (
@@ -125,21 +126,29 @@ export function TaskPanel({ rollout }: { rollout: Rollout }) {
 
 const GRADE_LOOKS: Readonly<Record<number, string>> = { [Grade.EXACT]: "chip good", [Grade.USABLE]: "chip warn", [Grade.UNUSABLE]: "chip bad" };
 
-export function CapturePanel({ capture }: { capture: Capture }) {
+interface CaptureProps {
+  readonly capture: Capture;
+  readonly isEnded: boolean;
+  /** The calls were read, or there are none to read. */
+  readonly isRead: boolean;
+}
+
+export function CapturePanel({ capture, isEnded, isRead }: CaptureProps) {
+  const standing = captureStanding(capture, isEnded, isRead);
   const trainable = capture.samples.reduce((sum, sample) => sum + sample.lossMask.reduce((count, bit) => count + bit, 0), 0);
   return (
     <Panel title="Capture">
       <p>
-        <span class={GRADE_LOOKS[capture.grade] ?? "chip"}>{gradeWord(capture.grade)}</span> {captureWords(capture.captureLevel)}
+        <span class={GRADE_LOOKS[standing.grade] ?? "chip"}>{standing.word}</span> {standing.sentence}
       </p>
       {capture.isWhole && (
         <p class="num">
           {counted(capture.samples.length, "sample")}, {counted(trainable, "trainable token")}
         </p>
       )}
-      {capture.findings.length > 0 && (
+      {standing.findings.length > 0 && (
         <ul class="findings">
-          {capture.findings.map((finding, index) => (
+          {standing.findings.map((finding, index) => (
             <li key={index} class={finding.severity === Finding_Severity.FATAL ? "finding-bad" : ""}>
               <code>{oneLine(finding.reason)}</code> <span class="muted">{oneLine(finding.message, 300)}</span>
             </li>

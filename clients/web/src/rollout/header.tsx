@@ -2,11 +2,9 @@
 
 import { timestampDate, timestampMs } from "@bufbuild/protobuf/wkt";
 import type { ComponentChildren } from "preact";
-import { useSignal } from "@preact/signals";
 import { type Failure, Phase, type Rollout } from "@gen/penstock/driver/v1/rollout_pb";
-import type { Trouble } from "../lib/errors";
 import { href } from "../lib/router";
-import { TroubleNotice } from "../ui/notice";
+import { askToCancel } from "../ui/cancel";
 import { versionsOf, versionWords } from "./completion";
 import { HostileText } from "./hostile";
 import type { Capture } from "./records";
@@ -25,10 +23,9 @@ interface Props {
   readonly rollout: Rollout;
   readonly capture: Capture;
   readonly siblings: readonly string[];
-  readonly cancel: () => Promise<Trouble | undefined>;
 }
 
-export function Header({ rollout, capture, siblings, cancel }: Props) {
+export function Header({ rollout, capture, siblings }: Props) {
   const isRunning = rollout.phase !== Phase.ENDED;
   const { groupId } = rollout;
   return (
@@ -41,7 +38,11 @@ export function Header({ rollout, capture, siblings, cancel }: Props) {
         {rollout.attempts > 1 && <span class="chip warn">attempt {rollout.attempts}</span>}
         <span class="grow" />
         {groupId !== undefined && <Siblings rollout={rollout} groupId={groupId} siblings={siblings} />}
-        {isRunning && <CancelButton cancel={cancel} what="rollout" />}
+        {isRunning && (
+          <button type="button" class="button danger" onClick={() => askToCancel("rollout", rollout.rolloutId)}>
+            Cancel rollout
+          </button>
+        )}
       </div>
       {rollout.outcome?.failure && <FailureNotice failure={rollout.outcome.failure} />}
       <Facts rollout={rollout} capture={capture} />
@@ -69,29 +70,6 @@ function Siblings({ rollout, groupId, siblings }: { rollout: Rollout; groupId: s
         </a>
       )}
     </div>
-  );
-}
-
-/** Cancels what cannot be brought back, after a second press. */
-export function CancelButton({ cancel, what }: { cancel: () => Promise<Trouble | undefined>; what: string }) {
-  const step = useSignal<"idle" | "sure" | "busy">("idle");
-  const trouble = useSignal<Trouble | undefined>(undefined);
-  const press = async (): Promise<void> => {
-    if (step.value === "idle") {
-      step.value = "sure";
-      return;
-    }
-    step.value = "busy";
-    trouble.value = await cancel();
-    step.value = "idle";
-  };
-  return (
-    <>
-      <button type="button" class="button danger" disabled={step.value === "busy"} onClick={() => void press()} onBlur={() => step.value === "sure" && (step.value = "idle")}>
-        {step.value === "idle" ? `Cancel ${what}` : step.value === "sure" ? "Press again to cancel" : "Cancelling…"}
-      </button>
-      {trouble.value && <TroubleNotice trouble={trouble.value} />}
-    </>
   );
 }
 

@@ -13,7 +13,7 @@ import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { RolloutGateService } from "@gen/penstock/interception/v1/rollout_gate_service_pb";
 import { explain, isCancelled, type Trouble } from "../lib/errors";
 import { type Following, follow } from "../lib/follow";
-import { CANCEL_MS, client } from "../lib/transport";
+import { client } from "../lib/transport";
 import { type Capture, captureSoFar, NO_CAPTURE, NoVocabulary, trajectory, vocabulary } from "./records";
 import { conversationTree, type TreeBranch } from "./tree";
 import { type Vocabulary, VocabularyError } from "./vocabulary";
@@ -37,7 +37,6 @@ export interface RolloutModel {
   /** There is no such rollout (any more). */
   readonly isUnknown: ReadonlySignal<boolean>;
   readonly following: Following;
-  cancel(): Promise<Trouble | undefined>;
   retryCapture(): void;
   stop(): void;
 }
@@ -197,14 +196,6 @@ export function followRollout(id: string): RolloutModel {
       return health.kind === "broken" && health.trouble.code === Code.NotFound;
     }),
     following,
-    async cancel() {
-      try {
-        rollout.value = (await service.cancelRollout({ rolloutId: id, reason: "cancelled on the dashboard" }, { timeoutMs: CANCEL_MS })).rollout;
-        return undefined;
-      } catch (error) {
-        return explain(error, "cancel this rollout");
-      }
-    },
     retryCapture: () => void readCapture(),
     stop() {
       abort.abort();
@@ -216,7 +207,6 @@ export function followRollout(id: string): RolloutModel {
 
 /** The time of a frame, but also in a tab that nobody sees. */
 const FLUSH_MS = 16;
-/** Agent and sandbox are gone when the driver answers. */
 
 /** Whether the gate of an attempt has been opened when this happens. */
 function isOfOpenGate({ event }: RolloutEvent): boolean {

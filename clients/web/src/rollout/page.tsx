@@ -8,6 +8,7 @@ import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 import { type Key, useKeys } from "../lib/keys";
 import { href, type Params, setQuery } from "../lib/router";
 import { client } from "../lib/transport";
+import { askToCancel, CancelSheet } from "../ui/cancel";
 import { FollowingNotice, TroubleNotice } from "../ui/notice";
 import { CapturePanel, CommandsPanel, HostToolsPanel, RewardPanel, TaskPanel } from "./aside";
 import { Conversation } from "./conversation";
@@ -64,7 +65,8 @@ function Known({ model, query }: { model: RolloutModel; query: URLSearchParams }
       { key: "j", does: "next call", run: () => step(model, 1) },
       { key: "k", does: "call before", run: () => step(model, -1) },
       ...TABS.map((name, index): Key => ({ key: String(index + 1), does: TAB_NAMES[name].toLowerCase(), run: () => choose(name) })),
-      { key: "c", does: "compare with siblings", run: () => compare(model) },
+      { key: "g", does: "compare with the siblings of its group", run: () => compare(model) },
+      { key: "c", does: "cancel the rollout", run: () => cancel(model) },
     ],
     [model],
   );
@@ -81,7 +83,7 @@ function Known({ model, query }: { model: RolloutModel; query: URLSearchParams }
         </div>
       )}
       {!model.isUnknown.value && <FollowingNotice following={model.following} />}
-      <Header rollout={rollout} capture={model.capture.value} siblings={siblings} cancel={model.cancel} />
+      <Header rollout={rollout} capture={model.capture.value} siblings={siblings} />
       <div class="rollout-time card">
         <Timeline events={events} />
       </div>
@@ -105,11 +107,12 @@ function Known({ model, query }: { model: RolloutModel; query: URLSearchParams }
           <CommandsPanel title="Verifier" phase={Phase.VERIFYING} events={events} none={rollout.spec?.task?.verifier ? "It has not run." : "The task has none."} />
           <CommandsPanel title="Setup" phase={Phase.SETTING_UP} events={events} none={(rollout.spec?.task?.setup.length ?? 0) > 0 ? "It was done for another rollout that shares this prepared state, or has not run yet." : "The task has none."} />
           <TaskPanel rollout={rollout} />
-          <CapturePanel capture={model.capture.value} />
+          <CapturePanel capture={model.capture.value} isEnded={rollout.phase === Phase.ENDED} isRead={model.isCaptureRead.value} />
           <HostToolsPanel capture={model.capture.value} />
         </aside>
       </div>
       <Inspector />
+      <CancelSheet />
     </div>
   );
 }
@@ -175,6 +178,10 @@ function step(model: RolloutModel, by: 1 | -1): void {
       ? elements.find((element) => element.getBoundingClientRect().top > top + 4)
       : elements.findLast((element) => element.getBoundingClientRect().top < top - 4);
   target?.scrollIntoView({ block: "start" });
+}
+
+function cancel(model: RolloutModel): void {
+  if (model.rollout.peek()?.phase !== Phase.ENDED) askToCancel("rollout", model.id);
 }
 
 function compare(model: RolloutModel): void {

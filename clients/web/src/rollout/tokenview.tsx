@@ -252,7 +252,7 @@ export function Inspector() {
       {logprob !== undefined && <Fact name="p" value={`${figure(Math.exp(logprob) * 100)} %`} />}
       <Fact name="policy version" value={version === undefined ? "not told" : String(version)} />
       <Fact name="training" value={span.untrained === undefined ? "not known yet" : untrainedWords(span.untrained) || "trained"} />
-      <Fact name={title} value={`token ${index + 1} of ${span.ids.length}`} />
+      <Fact name={title} value={`token ${index} of ${span.ids.length}`} />
       <button type="button" class="button quiet" aria-label="Close" onClick={() => (current.value = undefined)}>
         ✕
       </button>

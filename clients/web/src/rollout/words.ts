@@ -151,7 +151,7 @@ const LEVELS: Words = {
 export const captureWords = (level: CaptureLevel): string => told(LEVELS, level);
 
 const GRADES: Words = {
-  [Grade.UNSPECIFIED]: "not graded yet",
+  [Grade.UNSPECIFIED]: "not graded",
   [Grade.EXACT]: "exact",
   [Grade.USABLE]: "usable",
   [Grade.UNUSABLE]: "unusable",

@@ -1,5 +1,6 @@
 // What the services do now: the gate's queue and sessions, the engine, the sandboxes and what they use.
 import { useSignal } from "@preact/signals";
+import { useEffect } from "preact/hooks";
 import { create } from "@bufbuild/protobuf";
 import { durationMs, timestampMs } from "@bufbuild/protobuf/wkt";
 import { InferenceService, WatchStatsRequestSchema, type WatchStatsResponse } from "@gen/penstock/inference/v1/inference_service_pb";
@@ -24,6 +25,7 @@ import { useStream } from "../lib/stream";
 import { client } from "../lib/transport";
 import { FollowingNotice } from "../ui/notice";
 import "./services.css";
+import { servedWords } from "./served";
 import { pushed, rate, Spark } from "./spark";
 
 export default function Services() {
@@ -154,12 +156,14 @@ function Inference() {
       if (speed !== null) sampled.value = pushed(sampled.value, speed);
     },
   );
+  const served = useServed(message.value?.policyVersion);
   const stats = message.value;
   const speed = sampled.value.at(-1) ?? 0;
   const prompts = Number(stats?.promptTokens ?? 0n);
   return (
     <section class="card part" aria-labelledby="inference-title">
       <h2 id="inference-title">Inference</h2>
+      {served && <p class="muted">{served}</p>}
       <FollowingNotice following={following.value} />
       {stats && (
         <>
@@ -213,6 +217,23 @@ function Inference() {
       )}
     </section>
   );
+}
+
+/** Which engine serves which model, in words; asked again when its weights change. Empty until it is known. */
+function useServed(version: bigint | undefined): string {
+  const words = useSignal("");
+  useEffect(() => {
+    if (version === undefined) return;
+    const abort = new AbortController();
+    client(InferenceService)
+      .getInfo({}, { signal: abort.signal })
+      .then(
+        (info) => (words.value = servedWords(info)),
+        () => (words.value = ""), // the stream beside it says what is wrong
+      );
+    return () => abort.abort();
+  }, [version]);
+  return words.value;
 }
 
 /** The labels by which the driver finds its sandboxes. */

@@ -21,6 +21,7 @@ export function Spark({ values, label }: { values: readonly number[]; label: str
   const line = values.map((value, index) => `${index ? "L" : "M"}${x(index).toFixed(1)},${y(value).toFixed(1)}`).join("");
   return (
     <svg class="spark" viewBox="0 0 160 36" preserveAspectRatio="none" role="img" aria-label={label}>
+      <line class="rule" x1="0" x2="160" y1="34" y2="34" />
       {values.length > 1 && (
         <>
           <path class="area" d={`${line}L160,36L${x(0).toFixed(1)},36Z`} />

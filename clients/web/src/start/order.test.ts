@@ -3,7 +3,7 @@ import { RolloutSpecSchema } from "@gen/penstock/driver/v1/rollout_pb";
 import fc from "fast-check";
 import { describe, expect, test } from "vitest";
 
-import { EMPTY, FormError, placed, specOf } from "./order";
+import { EMPTY, errorLine, FormError, placed, specOf } from "./order";
 import { readTaskFile, TaskFileError } from "./taskfile";
 
 const json = (form: Partial<typeof EMPTY>) =>
@@ -87,6 +87,7 @@ describe("the form", () => {
       options: ["a number"],
       "": ["taskless: odd"],
     });
+    expect(errorLine(placed(violations, { how: "written" }))).toBe("Instruction: is required; Agent's options: a number; taskless: odd");
     expect(placed(violations, { how: "yaml" })).toMatchObject({ yaml: ["instruction: is required"] });
   });
 });
@@ -94,24 +95,28 @@ describe("the form", () => {
 describe("a task file", () => {
   test.each([
     ["instruction: [", "is not YAML"],
-    ["instruction: a\nverifier: {commands: [a], fresh_fork: 'yes'}", "verifier.fresh_fork: is true or false"],
-    ["instruction: a\nverifier: {commands: [a], fresh_fork: y}", "verifier.fresh_fork: is true or false"],
-    ["instruction: a\nsandbox: {own_kernel: 1}", "sandbox.own_kernel: is true or false"],
-    ["instruction: a\nsandbox: {own_kernel: }", "sandbox.own_kernel: is true or false"],
-    ["instruction: a\nfiles: [{path: x, content: '', mode: 0999}]", "files.0.mode: is permission bits"],
-    ["instruction: a\nkeep_diff: 1", "keep_diff: is true or false"],
-    ["instruction_file: a", "instruction_file: a page reads no files"],
-    ["instruction: a\nbuild: .", "build: a page reads no files"],
-    ["instruction: a\nlabels: {day: 2026-11-21}", "labels.day: is a date"],
-    ["instruction: a\nmetadata: {a: [!!binary aGk=]}", "metadata.a.0: is nothing that JSON has"],
+    ["task_id: a\n\ninstructon: b", "instructon: line 3: is not known; did you mean instruction?"],
+    ["instruction: a\nzzzz: b", "zzzz: line 2: is not known; there are "],
+    ["instruction: a\nsetup:\n  - a\n  - {argv: [a], shell: b}", "setup.1: line 4: has argv or shell"],
+    ["instruction: a\nverifier:\n  commands: [a]\n  fresh_frok: yes", "verifier.fresh_frok: line 4: is not known; did you mean fresh_fork?"],
+    ["instruction: a\nverifier: {commands: [a], fresh_fork: 'yes'}", "verifier.fresh_fork: line 2: is true or false"],
+    ["instruction: a\nverifier: {commands: [a], fresh_fork: y}", "verifier.fresh_fork: line 2: is true or false"],
+    ["instruction: a\nsandbox: {own_kernel: 1}", "sandbox.own_kernel: line 2: is true or false"],
+    ["instruction: a\nsandbox: {own_kernel: }", "sandbox.own_kernel: line 2: is true or false"],
+    ["instruction: a\nfiles: [{path: x, content: '', mode: 0999}]", "files.0.mode: line 2: is permission bits"],
+    ["instruction: a\nkeep_diff: 1", "keep_diff: line 2: is true or false"],
+    ["instruction_file: a", "instruction_file: line 1: a page reads no files"],
+    ["instruction: a\nbuild: .", "build: line 2: a page reads no files"],
+    ["instruction: a\nlabels: {day: 2026-11-21}", "labels.day: line 2: is a date"],
+    ["instruction: a\nmetadata: {a: [!!binary aGk=]}", "metadata.a.0: line 2: is nothing that JSON has"],
     ["instruction: a\nmetadata: &a {b: *a}", "is nested too deeply"],
     ["- a", "is a mapping"],
-    ["instruction: a\ninstuction: b", "instuction: is not known"],
+    ["instruction: a\ninstuction: b", "instuction: line 2: is not known"],
     ["setup: []", "instruction: is a text"],
-    ["instruction: a\nfiles: [{path: x, from: y}]", "files.0.from: a page reads no files"],
-    ["instruction: a\nverifier: {commands: [a], reward: best}", "verifier.reward: is file or passed_share"],
-    ["instruction: a\nbudgets: {max_calls: many}", "budgets.max_calls: is a number"],
-    ["instruction: a\nsetup: [{argv: [a], shell: b}]", "setup.0: has argv or shell"],
+    ["instruction: a\nfiles: [{path: x, from: y}]", "files.0.from: line 2: a page reads no files"],
+    ["instruction: a\nverifier: {commands: [a], reward: best}", "verifier.reward: line 2: is file or passed_share"],
+    ["instruction: a\nbudgets: {max_calls: many}", "budgets.max_calls: line 2: is a number"],
+    ["instruction: a\nsetup: [{argv: [a], shell: b}]", "setup.0: line 2: has argv or shell"],
   ])("%j is refused by name", (text, why) => {
     expect(() => readTaskFile(text)).toThrow(why);
   });

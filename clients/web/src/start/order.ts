@@ -140,6 +140,38 @@ export function specOf(form: Form): MessageInitShape<typeof RolloutSpecSchema> {
   };
 }
 
+/** What the form calls its fields. */
+export const LABELS: Readonly<Record<keyof Form, string>> = {
+  agent: "Agent",
+  options: "Agent's options",
+  how: "How the task is given",
+  yaml: "Task file (YAML)",
+  taskId: "Task id",
+  instruction: "Instruction",
+  setup: "Setup",
+  verify: "Verifier",
+  keepDiff: "Keep what the agent changed, as a diff",
+  mode: "Mode",
+  endpoint: "Endpoint",
+  name: "Its name",
+  baseUrl: "Base URL",
+  apiKey: "Key",
+  model: "Model",
+  count: "Rollouts",
+  run: "Run",
+  labels: "Labels",
+  backend: "Sandbox",
+  agentMinutes: "Minutes for the agent",
+  maxCalls: "Most model calls",
+};
+
+/** Errors in one line, by what the form calls its fields: "Instruction: is required; Labels: ...". */
+export function errorLine(errors: FieldErrors): string {
+  return Object.entries(errors)
+    .flatMap(([field, told]) => (told ?? []).map((one) => (field === "" ? one : `${LABELS[field as keyof Form]}: ${one}`)))
+    .join("; ");
+}
+
 /** Which field of the form a field of the request is; longest first. */
 const PLACES: readonly (readonly [string, keyof Form])[] = [
   ["spec.task.instruction", "instruction"],

@@ -14,15 +14,15 @@ import { go } from "../lib/router";
 import { token } from "../lib/session";
 import { client } from "../lib/transport";
 import { TroubleNotice } from "../ui/notice";
-import { EMPTY, type FieldErrors, type Form, FormError, placed, specOf } from "./order";
+import { EMPTY, errorLine, type FieldErrors, type Form, FormError, LABELS, placed, specOf } from "./order";
 import "./start.css";
 
 const DRAFT = "penstock.draft";
 
 const MODES: readonly (readonly [Mode, string, string])[] = [
-  [Mode.TRANSPARENT_PROXY, "Engine answers", "The inference service or an upstream answers at once; every call is captured."],
-  [Mode.INTERCEPTION_GATE, "Trainer answers", "Every call waits at the gate until a trainer answers it."],
-  [Mode.BLACK_BOX, "Black box", "An upstream answers and the bytes pass unread; only the outcome is kept."],
+  [Mode.TRANSPARENT_PROXY, "Transparent proxy: the engine answers", "The inference service or an upstream answers at once; every call is captured."],
+  [Mode.INTERCEPTION_GATE, "Interception gate: a trainer answers", "Every call waits at the gate until a trainer answers it."],
+  [Mode.BLACK_BOX, "Black box: an upstream answers", "The bytes pass unread; only the outcome is kept."],
 ];
 
 const EXAMPLE = `instruction: Write the word hello into out.txt.
@@ -103,7 +103,8 @@ export default function Start() {
       else {
         const told = explain(error, "start the rollout");
         errors.value = placed(told.violations, asked);
-        trouble.value = told;
+        // What the service says of a request's fields is said by the names that they have here.
+        trouble.value = told.violations.length ? { ...told, said: errorLine(errors.value) } : told;
       }
       requestAnimationFrame(() => element.current?.querySelector<HTMLElement>("[aria-invalid=true]")?.focus());
     } finally {
@@ -138,22 +139,22 @@ export default function Start() {
             </button>
           </div>
           {values.how === "yaml" ? (
-            <Area {...field} name="yaml" label="Task file (YAML)" rows={16} placeholder={EXAMPLE} mono />
+            <Area {...field} name="yaml" rows={16} placeholder={EXAMPLE} mono />
           ) : (
             <>
-              <Area {...field} name="instruction" label="Instruction" rows={5} placeholder="What the agent is told, byte for byte." />
-              <Area {...field} name="setup" label="Setup" rows={2} placeholder="Shell lines, run once before the agent" mono />
-              <Area {...field} name="verify" label="Verifier" rows={3} placeholder="Shell lines, run after the agent; the reward is the share that passes" mono />
-              <Line {...field} name="taskId" label="Task id" />
+              <Area {...field} name="instruction" rows={5} placeholder="What the agent is told, byte for byte." />
+              <Area {...field} name="setup" rows={2} placeholder="Shell lines, run once before the agent" mono />
+              <Area {...field} name="verify" rows={3} placeholder="Shell lines, run after the agent; the reward is the share that passes" mono />
+              <Line {...field} name="taskId" />
               <label class="check">
                 <input type="checkbox" checked={values.keepDiff} onChange={(event) => set("keepDiff", event.currentTarget.checked)} />
-                Keep what the agent changed, as a diff
+                {LABELS.keepDiff}
               </label>
             </>
           )}
         </section>
         <section class="card" aria-label="Agent and model">
-          <Labelled {...field} name="agent" label="Agent" note={chosen?.description ?? ""}>
+          <Labelled {...field} name="agent" note={chosen?.description ?? ""}>
             {(attributes) => (
               <select class="field" {...attributes} value={values.agent} onChange={(event) => set("agent", event.currentTarget.value)}>
                 {!agents.value.some((item) => item.spec?.name === values.agent) && <option value={values.agent}>{values.agent}</option>}
@@ -168,12 +169,11 @@ export default function Start() {
           <Area
             {...field}
             name="options"
-            label="Agent's options"
-            rows={2}
+            rows={Math.max(2, chosen?.options.length ?? 0)}
             placeholder={chosen?.options.map((item) => `${item.name}: …`).join("\n") || "none"}
             mono
           />
-          <Labelled {...field} name="mode" label="Mode" note={mode?.[2] ?? ""}>
+          <Labelled {...field} name="mode" note={mode?.[2] ?? ""}>
             {(attributes) => (
               <select class="field" {...attributes} value={values.mode} onChange={(event) => set("mode", Number(event.currentTarget.value))}>
                 {MODES.map(([value, name]) => (
@@ -184,7 +184,7 @@ export default function Start() {
               </select>
             )}
           </Labelled>
-          <Labelled {...field} name="endpoint" label="Endpoint" note="">
+          <Labelled {...field} name="endpoint" note="">
             {(attributes) => (
               <select
                 class="field"
@@ -200,15 +200,15 @@ export default function Start() {
           </Labelled>
           {values.endpoint === "caller" ? (
             <>
-              <Line {...field} name="baseUrl" label="Base URL" placeholder="http://127.0.0.1:8000/v1" />
-              <Line {...field} name="apiKey" label="Key" secret placeholder="kept in memory only" />
+              <Line {...field} name="baseUrl" placeholder="http://127.0.0.1:8000/v1" />
+              <Line {...field} name="apiKey" secret placeholder="kept in memory only" />
             </>
           ) : (
-            <Line {...field} name="name" label="Its name" placeholder={values.endpoint === "inference" ? "the default one" : "as configured"} />
+            <Line {...field} name="name" placeholder={values.endpoint === "inference" ? "the default one" : "as configured"} />
           )}
-          {values.endpoint !== "inference" && <Line {...field} name="model" label="Model" placeholder="as the agent asks" />}
+          {values.endpoint !== "inference" && <Line {...field} name="model" placeholder="as the agent asks" />}
           <div class="pair">
-            <Labelled {...field} name="count" label="Rollouts" note={values.count > 1 ? "a group" : ""}>
+            <Labelled {...field} name="count" note={values.count > 1 ? "a group" : ""}>
               {(attributes) => (
                 <input
                   class="field"
@@ -221,7 +221,7 @@ export default function Start() {
                 />
               )}
             </Labelled>
-            <Labelled {...field} name="backend" label="Sandbox" note="">
+            <Labelled {...field} name="backend" note="">
               {(attributes) => (
                 <select class="field" {...attributes} value={values.backend} onChange={(event) => set("backend", event.currentTarget.value)}>
                   <option value="">default</option>
@@ -233,19 +233,14 @@ export default function Start() {
                 </select>
               )}
             </Labelled>
-            <Line {...field} name="agentMinutes" label="Minutes for the agent" placeholder="default" />
-            <Line {...field} name="maxCalls" label="Most model calls" placeholder="no limit" />
-            <Line {...field} name="run" label="Run" placeholder="none" />
-            <Line {...field} name="labels" label="Labels" placeholder="team=a step=3" />
+            <Line {...field} name="agentMinutes" placeholder="default" />
+            <Line {...field} name="maxCalls" placeholder="no limit" />
+            <Line {...field} name="run" placeholder="none" />
+            <Line {...field} name="labels" placeholder="team=a step=3" />
           </div>
         </section>
       </div>
       {trouble.value && <TroubleNotice trouble={trouble.value} />}
-      {errors.value[""]?.map((text) => (
-        <p class="wrong" key={text} role="alert">
-          {text}
-        </p>
-      ))}
       <div class="actions">
         <button type="submit" class="button primary" disabled={busy.value}>
           {busy.value ? "Starting…" : values.count > 1 ? `Start ${values.count} rollouts` : "Start the rollout"}
@@ -260,7 +255,6 @@ interface FieldProps {
   errors: Signal<FieldErrors>;
   set: <K extends keyof Form>(name: K, value: Form[K]) => void;
   name: keyof Form;
-  label: string;
 }
 
 interface Attributes {
@@ -274,7 +268,7 @@ function Labelled(props: FieldProps & { note: string; children: (attributes: Att
   const id = `field-${props.name}`;
   return (
     <div class="labelled">
-      <label for={id}>{props.label}</label>
+      <label for={id}>{LABELS[props.name]}</label>
       {props.children({ id, "aria-invalid": wrong.length > 0, "aria-describedby": `${id}-note` })}
       <div id={`${id}-note`} aria-live="polite">
         {wrong.map((text) => (

@@ -9,16 +9,18 @@ import { BudgetsSchema } from "@gen/penstock/interception/v1/interception_pb";
 import type { CommandSchema } from "@gen/penstock/sandbox/v1/process_service_pb";
 import type { SeedFileSchema } from "@gen/penstock/sandbox/v1/sandbox_service_pb";
 
+import { nearest } from "../lib/nearest";
 import KEYS from "./keys.json";
-import { readYaml, YamlError } from "./yaml";
+import { linesOf, readYaml, YamlError } from "./yaml";
 
-/** What is wrong with a task file: the key, and why. */
+/** What is wrong with a task file: the key, its line from 1 where it stands in the file, and why. */
 export class TaskFileError extends Error {
   constructor(
     readonly key: string,
-    why: string,
+    readonly why: string,
+    readonly line?: number,
   ) {
-    super(key ? `${key}: ${why}` : why);
+    super([...(key ? [`${key}: `] : []), ...(line === undefined ? [] : [`line ${line}: `]), why].join(""));
   }
 }
 
@@ -37,7 +39,10 @@ function mapping(value: unknown, key: string, known: readonly string[]): Mapping
   if (typeof value !== "object" || value === null || Array.isArray(value)) throw new TaskFileError(key, "is a mapping");
   const found = value as Mapping;
   for (const name of Object.keys(found))
-    if (!known.includes(name)) throw new TaskFileError(key ? `${key}.${name}` : name, `is not known; there are ${known.join(", ")}`);
+    if (!known.includes(name)) {
+      const meant = nearest(name, known);
+      throw new TaskFileError(key ? `${key}.${name}` : name, meant ? `is not known; did you mean ${meant}?` : `is not known; there are ${known.join(", ")}`);
+    }
   return found;
 }
 
@@ -199,6 +204,24 @@ function sandbox(value: unknown): MessageInitShape<typeof SandboxChoiceSchema> {
 
 /** Reads a task file. Throws TaskFileError. */
 export function readTaskFile(source: string): TaskFile {
+  try {
+    return read(source);
+  } catch (error) {
+    if (!(error instanceof TaskFileError)) throw error;
+    throw error.key ? new TaskFileError(error.key, error.why, lineOf(error.key, linesOf(source))) : error;
+  }
+}
+
+/** The line of a key, or of the nearest one around it that the file has. */
+function lineOf(key: string, lines: ReadonlyMap<string, number>): number | undefined {
+  for (let at = key; at; at = at.slice(0, Math.max(0, at.lastIndexOf(".")))) {
+    const line = lines.get(at);
+    if (line !== undefined) return line;
+  }
+  return undefined;
+}
+
+function read(source: string): TaskFile {
   let content: unknown;
   try {
     content = readYaml(source);

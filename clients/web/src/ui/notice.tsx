@@ -4,13 +4,15 @@ import { useEffect, useState } from "preact/hooks";
 
 import type { Trouble } from "../lib/errors";
 import type { Following, Health } from "../lib/follow";
+import { clockTime } from "../lib/format";
 
 /** One trouble. */
-export function TroubleNotice({ trouble, after, onRetry }: { trouble: Trouble; after?: string; onRetry?: () => void }) {
+export function TroubleNotice({ trouble, after, heardAt = null, onRetry }: { trouble: Trouble; after?: string; heardAt?: number | null; onRetry?: () => void }) {
   return (
     <div class={trouble.lasting ? "notice bad" : "notice"} role="alert">
       <div class="grow">
-        <strong>{trouble.title}.</strong> {trouble.todo} <span class="said">{trouble.said}</span>
+        <strong>{trouble.title}.</strong> {trouble.todo} {heardAt !== null && <>What you see is of {clockTime(heardAt)}. </>}
+        {says(trouble) && <span class="said">{trouble.said}</span>}
       </div>
       {after && <span class="muted num">{after}</span>}
       {onRetry && (
@@ -20,6 +22,11 @@ export function TroubleNotice({ trouble, after, onRetry }: { trouble: Trouble; a
       )}
     </div>
   );
+}
+
+/** Whether a service said more than the title does. */
+function says({ title, said }: Trouble): boolean {
+  return said !== "" && said.replace(/\.$/, "") !== title;
 }
 
 /** The first answer of a stream usually takes less; beyond it somebody who looks at an empty page is told. */
@@ -57,5 +64,5 @@ function Broken({ health, retry }: { health: ReadonlySignal<Health>; retry: () =
     );
   if (now.kind !== "broken") return null;
   const seconds = Math.max(0, Math.ceil((now.retryAt - Date.now()) / 1000));
-  return <TroubleNotice trouble={now.trouble} after={seconds ? `again in ${seconds} s` : "trying"} onRetry={retry} />;
+  return <TroubleNotice trouble={now.trouble} after={seconds ? `again in ${seconds} s` : "trying"} heardAt={now.heardAt} onRetry={retry} />;
 }

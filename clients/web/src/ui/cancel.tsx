@@ -4,14 +4,16 @@ import { RolloutService } from "@gen/penstock/driver/v1/rollout_service_pb";
 
 import { explain, type Trouble } from "../lib/errors";
 import { CANCEL_MS, client } from "../lib/transport";
-import { Sheet } from "../ui/dialogs";
-import { TroubleNotice } from "../ui/notice";
+import { Sheet } from "./dialogs";
+import { TroubleNotice } from "./notice";
 
 interface Wanted {
   readonly kind: "rollout" | "group";
   readonly id: string;
 }
 
+/** The reason of who gives none. */
+const UNSAID = "cancelled on the dashboard";
 const open = signal(false);
 const wanted = signal<Wanted | null>(null);
 const trouble = signal<Trouble | null>(null);
@@ -32,8 +34,8 @@ async function cancel(reason: string): Promise<void> {
   const driver = client(RolloutService);
   const options = { timeoutMs: CANCEL_MS };
   try {
-    if (what.kind === "group") await driver.cancelGroup({ groupId: what.id, reason }, options);
-    else await driver.cancelRollout({ rolloutId: what.id, reason }, options);
+    if (what.kind === "group") await driver.cancelGroup({ groupId: what.id, reason: reason || UNSAID }, options);
+    else await driver.cancelRollout({ rolloutId: what.id, reason: reason || UNSAID }, options);
     open.value = false;
   } catch (error) {
     trouble.value = explain(error, `cancel the ${what.kind}`);
