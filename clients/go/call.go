@@ -107,6 +107,6 @@ func (c *Call) answer(ctx context.Context, result *interceptionv1.CallResult) er
 	case err := <-accepted:
 		return err
 	case <-ctx.Done():
-		return fromRPC(ctx, ctx.Err(), "")
+		return fromRPC(ctx, ctx.Err(), anyone)
 	}
 }

@@ -110,7 +110,7 @@ func Connect(opts ...Option) (*Client, error) {
 	c := &Client{services: map[string]*service{}}
 	for _, name := range services {
 		address := *found.addresses.of(name)
-		c.services[name] = &service{conn: nobody(name), peer: "the " + name + " service at " + address}
+		c.services[name] = &service{conn: nobody(name), peer: "the " + name + " service at " + address, token: found.token}
 		if address == "" {
 			continue
 		}
@@ -171,7 +171,7 @@ func FromRPC(ctx context.Context, err error) error {
 	if err == nil {
 		return nil
 	}
-	return fromRPC(ctx, err, "the service")
+	return fromRPC(ctx, err, anyone)
 }
 
 func dialOptions(found *endpoints) ([]grpc.DialOption, error) {
@@ -200,8 +200,8 @@ func dialOptions(found *endpoints) ([]grpc.DialOption, error) {
 			MinConnectTimeout: 5 * time.Second,
 		}),
 	}
-	if found.token != "" {
-		dialing = append(dialing, grpc.WithPerRPCCredentials(bearer(found.token)))
+	if found.token.text != "" {
+		dialing = append(dialing, grpc.WithPerRPCCredentials(bearer(found.token.text)))
 	}
 	return dialing, nil
 }

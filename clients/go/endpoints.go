@@ -54,8 +54,33 @@ func onHost(host string) Addresses {
 // clear beyond this machine.
 type endpoints struct {
 	addresses Addresses
-	token     string
+	token     foundToken
 	tls       *TLS
+}
+
+// foundToken is what is sent, and where it was found, for people. Empty = none.
+type foundToken struct {
+	text, origin string
+}
+
+const given = "the program that calls"
+
+// advice is what to do where the services do not take the token, or there is none.
+func (t foundToken) advice() string {
+	file, err := connectionFile()
+	if err != nil {
+		file = "its connection.json"
+	}
+	if t.text == "" {
+		return "No token was sent: set PENSTOCK_TOKEN to one of theirs, PENSTOCK_TOKEN_FILE to a file with it, or" +
+			" PENSTOCK_CONNECTION to a connection file. (`penstock up` writes one while it runs: " + file + ".)"
+	}
+	todo := "are these services of another start than it?"
+	if strings.HasPrefix(t.origin, "PENSTOCK_TOKEN") {
+		variable, _, _ := strings.Cut(t.origin, " ")
+		todo = fmt.Sprintf("set it to a token of these services, or unset %s to use that of %s.", variable, file)
+	}
+	return fmt.Sprintf("The token that was sent is from %s: %s", t.origin, todo)
 }
 
 // resolve finds the endpoints: what the caller says; the environment; the connection file; loopback.
@@ -63,11 +88,11 @@ func resolve(said *options) (*endpoints, error) {
 	if said.err != nil {
 		return nil, said.err
 	}
+	token, err := foundToken{said.token, given}, error(nil)
 	if said.file != "" {
-		return readConnection(said.file, said.token, said.tls)
+		return readConnection(said.file, token, said.tls)
 	}
-	token, err := said.token, error(nil)
-	if token == "" {
+	if token.text == "" {
 		if token, err = environmentToken(); err != nil {
 			return nil, err
 		}
@@ -90,8 +115,9 @@ func resolve(said *options) (*endpoints, error) {
 }
 
 func checked(found *endpoints) (*endpoints, error) {
-	if found.token != "" && !isToken(found.token) {
-		return nil, configuration("TOKEN", "A token must be printable ASCII, not blank and without whitespace around it")
+	if found.token.text != "" && !isToken(found.token.text) {
+		return nil, configuration("TOKEN",
+			"A token must be printable ASCII, not blank and without whitespace around it; this one is from %s", found.token.origin)
 	}
 	for _, service := range services {
 		address := *found.addresses.of(service)
@@ -101,7 +127,7 @@ func checked(found *endpoints) (*endpoints, error) {
 		if !isAddress(address) {
 			return nil, configuration("TARGET", "The address of %s is not host:port: %q", service, address)
 		}
-		if found.token != "" && found.tls == nil && !isLocal(address) {
+		if found.token.text != "" && found.tls == nil && !isLocal(address) {
 			return nil, configuration("TOKEN_IN_CLEAR",
 				"A token is not sent in clear to %s: speak tls (WithTLS), or use an address on this machine.", address)
 		}
@@ -123,23 +149,24 @@ func environmentAddresses() (found Addresses, any bool) {
 	return found, any
 }
 
-func environmentToken() (string, error) {
-	token, given := os.LookupEnv("PENSTOCK_TOKEN")
-	if given {
+func environmentToken() (none foundToken, _ error) {
+	token, is := os.LookupEnv("PENSTOCK_TOKEN")
+	if is {
 		if token == "" {
-			return "", configuration("TOKEN", "PENSTOCK_TOKEN is empty: unset it, or give it a token")
+			return none, configuration("TOKEN", "PENSTOCK_TOKEN is empty: unset it, or give it a token")
 		}
-		return token, nil
+		return foundToken{token, "PENSTOCK_TOKEN"}, nil
 	}
 	file := os.Getenv("PENSTOCK_TOKEN_FILE")
 	if file == "" {
-		return "", nil
+		return none, nil
 	}
 	content, err := os.ReadFile(file)
 	if err != nil {
-		return "", configuration("TOKEN", "PENSTOCK_TOKEN_FILE names %s, which cannot be read: %v", file, err)
+		return none, configuration("TOKEN", "PENSTOCK_TOKEN_FILE names %s, which cannot be read: %v", file, err)
 	}
-	return strings.TrimSuffix(strings.TrimSuffix(string(content), "\n"), "\r"), nil
+	text := strings.TrimSuffix(strings.TrimSuffix(string(content), "\n"), "\r")
+	return foundToken{text, "PENSTOCK_TOKEN_FILE (" + file + ")"}, nil
 }
 
 // connectionFile is where `penstock up` says how to reach what it started.
@@ -182,7 +209,7 @@ func isLive(file string) bool {
 	return !errors.Is(process.Signal(syscall.Signal(0)), os.ErrProcessDone)
 }
 
-func readConnection(file, token string, tls *TLS) (*endpoints, error) {
+func readConnection(file string, token foundToken, tls *TLS) (*endpoints, error) {
 	info, err := os.Stat(file)
 	if err != nil {
 		return nil, configuration("CONNECTION_FILE", "%s cannot be read: %v", file, err)
@@ -206,8 +233,8 @@ func readConnection(file, token string, tls *TLS) (*endpoints, error) {
 			*found.addresses.of(service) = *address
 		}
 	}
-	if token == "" && said.Token != nil {
-		found.token = *said.Token
+	if token.text == "" && said.Token != nil {
+		found.token = foundToken{*said.Token, file}
 	}
 	if tls == nil && said.CA != "" {
 		ca := said.CA

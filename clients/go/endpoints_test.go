@@ -31,7 +31,7 @@ func resolved(t *testing.T, opts ...Option) (*endpoints, *Error) {
 func TestEndpointsAreLookedForInAStatedOrder(t *testing.T) {
 	nowhereElse(t)
 	found, _ := resolved(t)
-	if found.addresses.Driver != "127.0.0.1:7702" || found.addresses.Inference != "127.0.0.1:7704" || found.token != "" {
+	if found.addresses.Driver != "127.0.0.1:7702" || found.addresses.Inference != "127.0.0.1:7704" || found.token.text != "" {
 		t.Fatalf("by default %v", found)
 	}
 	folder := filepath.Join(os.Getenv("XDG_STATE_HOME"), "penstock")
@@ -46,7 +46,7 @@ func TestEndpointsAreLookedForInAStatedOrder(t *testing.T) {
 		t.Fatal(err)
 	}
 	found, _ = resolved(t)
-	if found.addresses.Driver != "localhost:1" || found.addresses.Inference != "" || found.token != "of-the-file" {
+	if found.addresses.Driver != "localhost:1" || found.addresses.Inference != "" || found.token.text != "of-the-file" {
 		t.Fatalf("by the file %v", found)
 	}
 	if found.tls == nil || found.tls.CA != filepath.Join(folder, "ca.pem") {
@@ -55,16 +55,16 @@ func TestEndpointsAreLookedForInAStatedOrder(t *testing.T) {
 	t.Setenv("PENSTOCK_DRIVER_ADDRESS", "[::1]:2")
 	t.Setenv("PENSTOCK_TOKEN_FILE", write(t, "of-a-file\n", 0o600))
 	found, _ = resolved(t)
-	if found.addresses.Driver != "[::1]:2" || found.token != "of-a-file" || found.tls != nil {
+	if found.addresses.Driver != "[::1]:2" || found.token.text != "of-a-file" || found.tls != nil {
 		t.Fatalf("by the environment %v", found)
 	}
 	t.Setenv("PENSTOCK_TOKEN", "of-the-environment")
 	found, _ = resolved(t, WithHost("::1"))
-	if found.addresses.Sandbox != "[::1]:7701" || found.token != "of-the-environment" {
+	if found.addresses.Sandbox != "[::1]:7701" || found.token.text != "of-the-environment" {
 		t.Fatalf("by the caller %v", found)
 	}
-	if found, _ = resolved(t, WithAddresses(Addresses{Driver: "unix:/s"}), WithToken("x")); found.token != "x" {
-		t.Fatalf("the caller's token is %s", found.token)
+	if found, _ = resolved(t, WithAddresses(Addresses{Driver: "unix:/s"}), WithToken("x")); found.token.text != "x" {
+		t.Fatalf("the caller's token is %v", found.token)
 	}
 }
 
@@ -119,6 +119,42 @@ func TestWhatDoesNotHoldIsRefusedBeforeAnythingIsSent(t *testing.T) {
 	}
 	if _, err := Connect(WithTLS(TLS{CA: write(t, "none", 0o600)})); !errors.Is(err, ErrConfiguration) {
 		t.Errorf("a certificate that is none gave %v", err)
+	}
+}
+
+// A token that is not taken is told by where it was found, with what to do, and never by what it is (R3).
+func TestATokenThatIsNotTakenSaysWhereItIsFrom(t *testing.T) {
+	nowhereElse(t)
+	file := write(t, `{"pid": null, "token": "secret", "addresses": {}}`, 0o600)
+	folder := os.Getenv("XDG_STATE_HOME")
+	advice := func(opts ...Option) string {
+		t.Helper()
+		found, failure := resolved(t, opts...)
+		if failure != nil {
+			t.Fatal(failure)
+		}
+		return found.token.advice()
+	}
+	told := map[string][]string{
+		advice():                         {"No token was sent", "PENSTOCK_TOKEN ", "PENSTOCK_CONNECTION", folder + "/penstock/connection.json"},
+		advice(WithToken("secret")):      {"from the program that calls: are these services of another start"},
+		advice(WithConnectionFile(file)): {"from " + file + ": are these services of another start"},
+	}
+	t.Setenv("PENSTOCK_CONNECTION", file)
+	token := write(t, "secret\n", 0o600)
+	t.Setenv("PENSTOCK_TOKEN_FILE", token)
+	told[advice()] = []string{"from PENSTOCK_TOKEN_FILE (" + token + "): set it", "unset PENSTOCK_TOKEN_FILE to use that of " + file}
+	t.Setenv("PENSTOCK_TOKEN", "secret")
+	told[advice()] = []string{"from PENSTOCK_TOKEN: set it", "unset PENSTOCK_TOKEN to use that of " + file}
+	for said, parts := range told {
+		for _, part := range parts {
+			if !strings.Contains(said, part) {
+				t.Errorf("%q has not %q", said, part)
+			}
+		}
+		if strings.Contains(said, "secret") {
+			t.Errorf("it tells the token: %q", said)
+		}
 	}
 }
 

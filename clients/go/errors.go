@@ -193,8 +193,8 @@ var names = map[codes.Code]string{
 }
 
 // fromRPC is the error that a failed call stands for. The context is the caller's own: where that is over, errors.Is
-// finds context.Canceled or context.DeadlineExceeded too.
-func fromRPC(ctx context.Context, err error, peer string) *Error {
+// finds context.Canceled or context.DeadlineExceeded too. One whose token the service does not take says where that is from.
+func fromRPC(ctx context.Context, err error, from *service) *Error {
 	if own := (*Error)(nil); errors.As(err, &own) {
 		return own
 	}
@@ -218,6 +218,9 @@ func fromRPC(ctx context.Context, err error, peer string) *Error {
 			failure.RetryAfter = max(0, detail.GetRetryDelay().AsDuration())
 		}
 	}
+	if failure.Message == "" {
+		failure.Message = fmt.Sprintf("The call to %s failed with %s.", from.peer, said.Code())
+	}
 	switch {
 	case ctx.Err() != nil:
 		failure.cause = ctx.Err()
@@ -227,12 +230,16 @@ func fromRPC(ctx context.Context, err error, peer string) *Error {
 		}
 	case failure.Reason == "TRANSPORT_UNAVAILABLE":
 		failure.Message = fmt.Sprintf(
-			"Cannot reach %s. Is it running? `penstock up` starts all services. (%s)", peer, said.Message(),
+			"Cannot reach %s. Is it running? `penstock up` starts all services. (%s)", from.peer, said.Message(),
 		)
 	case failure.Reason == "TRANSPORT_UNIMPLEMENTED":
-		failure.Message = fmt.Sprintf("This is not implemented by %s: %s", peer, said.Message())
-	case failure.Message == "":
-		failure.Message = fmt.Sprintf("The call to %s failed with %s.", peer, said.Code())
+		failure.Message = fmt.Sprintf("This is not implemented by %s: %s", from.peer, said.Message())
+	case failure.Kind == ErrUnauthenticated && from != anyone:
+		failure.Message = fmt.Sprintf(
+			"%s, says %s. %s", strings.TrimSuffix(failure.Message, "."), from.peer, from.token.advice(),
+		)
+	case failure.Reason == "ROLE_NOT_ALLOWED" && from != anyone:
+		failure.Message += fmt.Sprintf(" The token that was sent is from %s.", from.token.origin)
 	}
 	return failure
 }

@@ -33,7 +33,7 @@ func (i *Inference) Generate(
 		return true
 	}
 	if err := receive(ctx, i.client.inference.Generate, request, each); err != nil {
-		return nil, fromRPC(ctx, err, i.client.services["inference"].peer)
+		return nil, fromRPC(ctx, err, i.client.services["inference"])
 	}
 	if done == nil {
 		return nil, &Error{Kind: ErrInternal, Reason: "STREAM_CUT", Message: "The generation ended without its result"}

@@ -80,7 +80,7 @@ func (l *leases) next(ctx context.Context) (*Call, error) {
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return nil, fromRPC(ctx, ctx.Err(), "")
+			return nil, fromRPC(ctx, ctx.Err(), anyone)
 		}
 	}
 }

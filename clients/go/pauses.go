@@ -92,6 +92,6 @@ func (p *promise) wait(ctx context.Context) (int32, error) {
 	case <-p.done:
 		return p.calls, p.err
 	case <-ctx.Done():
-		return 0, fromRPC(ctx, ctx.Err(), "")
+		return 0, fromRPC(ctx, ctx.Err(), anyone)
 	}
 }

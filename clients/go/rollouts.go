@@ -246,7 +246,7 @@ func resumed(ctx context.Context, c *Client, watch func(sign func()) error, over
 		}
 		failure := &Error{Kind: ErrUnavailable, Reason: "STREAM_ENDED", Message: "The driver ended the stream"}
 		if err != nil {
-			failure = fromRPC(ctx, err, c.services["driver"].peer)
+			failure = fromRPC(ctx, err, c.services["driver"])
 		}
 		if err := patient.pause(ctx, failure); err != nil {
 			return err

@@ -23,9 +23,13 @@ const (
 
 // service is one service as the client sees it.
 type service struct {
-	conn grpc.ClientConnInterface
-	peer string // for people
+	conn  grpc.ClientConnInterface
+	peer  string // for people
+	token foundToken
 }
+
+// anyone stands for a service that is not known where its error is read.
+var anyone = &service{peer: "the service"}
 
 type method[Q, A any] func(context.Context, Q, ...grpc.CallOption) (A, error)
 
@@ -43,7 +47,7 @@ func call[Q, A any](
 		if err == nil {
 			return answer, nil
 		}
-		failure := fromRPC(ctx, err, s.peer)
+		failure := fromRPC(ctx, err, s)
 		if !repeatable || failure.Kind != ErrUnavailable || attempt == attempts {
 			return answer, failure
 		}
@@ -52,7 +56,7 @@ func call[Q, A any](
 			return answer, failure
 		}
 		if err := sleep(ctx, delay); err != nil {
-			return answer, fromRPC(ctx, err, s.peer)
+			return answer, fromRPC(ctx, err, s)
 		}
 	}
 }
@@ -147,7 +151,7 @@ func (w *watching) pause(ctx context.Context, failure *Error) error {
 		return failure
 	}
 	if err := sleep(ctx, w.wait.next(failure)); err != nil {
-		return fromRPC(ctx, err, "")
+		return fromRPC(ctx, err, anyone)
 	}
 	return nil
 }
@@ -158,5 +162,5 @@ func (w *watching) judge(ctx context.Context, err error) error {
 		w.sign()
 		return nil
 	}
-	return w.pause(ctx, fromRPC(ctx, err, ""))
+	return w.pause(ctx, fromRPC(ctx, err, anyone))
 }

@@ -60,6 +60,28 @@ func TestAnErrorArrivesWithAllThatTheServiceSaid(t *testing.T) {
 	}
 }
 
+// A refused token is told with the service and where the token is from; another error is not (R3, R13).
+func TestARefusedTokenNamesTheServiceAndWhereTheTokenIsFrom(t *testing.T) {
+	server, ps := serve(t)
+	const from = "The token that was sent is from the program that calls"
+	for _, said := range []struct {
+		code         codes.Code
+		reason, told string
+	}{
+		{codes.Unauthenticated, "CREDENTIAL_INVALID", "No, says the driver service at " + server.address + ". " + from + ": are these services of another start than it?"},
+		{codes.PermissionDenied, "ROLE_NOT_ALLOWED", "No. " + from + "."},
+		{codes.PermissionDenied, "OTHER", "No."},
+	} {
+		server.getRollout = func(context.Context, *driverv1.GetRolloutRequest) (*driverv1.GetRolloutResponse, error) {
+			return nil, refusal(t, said.code, "No.", &errdetails.ErrorInfo{Reason: said.reason})
+		}
+		_, err := ps.Rollouts.Get(bounded(t), "r")
+		if err == nil || err.Error() != said.told {
+			t.Errorf("%s came as %v", said.reason, err)
+		}
+	}
+}
+
 // Reads, and creates under one request id, are repeated while a service is away; a refusal is not (R25, R51).
 func TestOnlyWhatIsHarmlessIsRepeated(t *testing.T) {
 	server, ps := serve(t)

@@ -140,7 +140,7 @@ func (c *Client) Intercept(ctx context.Context, selector Selector, opts ...Sessi
 	case <-ctx.Done():
 		cancel()
 		<-s.done
-		return nil, fromRPC(ctx, ctx.Err(), s.service.peer)
+		return nil, fromRPC(ctx, ctx.Err(), s.service)
 	}
 }
 
@@ -344,7 +344,7 @@ func (s *Session) converse(parent context.Context) *Error {
 		if why := (*Error)(nil); parent.Err() == nil && errors.As(context.Cause(ctx), &why) {
 			return why
 		}
-		return fromRPC(parent, err, s.service.peer)
+		return fromRPC(parent, err, s.service)
 	}
 	stream, err := s.stub.Intercept(ctx)
 	if err != nil {

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 from tests.unit.docs.pages import ROOT
 
@@ -36,6 +37,19 @@ def test_the_notebook_is_kept_as_it_is_before_it_is_run() -> None:
     assert notebook.metadata.kernelspec.name == "python3"
     for cell in notebook.cells:
         assert cell.cell_type == "markdown" or (not cell.outputs and cell.execution_count is None)
+
+
+@pytest.mark.parametrize("page", ["examples/first-rollouts.ipynb", "README.md", "docs/guides/start.md"])
+def test_where_the_notebook_is_found_stands_how_it_is_run(page: str) -> None:
+    """In the environment that `make demo` makes, with a browser or without: the same commands on every page."""
+    told = read().cells[0].source if page.endswith(".ipynb") else (ROOT / page).read_text(encoding="utf-8")
+    assert "`make demo`" in told
+    for command in (
+        ".venv/bin/python -m pip install -c constraints.txt notebook",
+        ".venv/bin/jupyter notebook examples/first-rollouts.ipynb",
+        ".venv/bin/jupyter nbconvert --execute --to html --output-dir runs examples/first-rollouts.ipynb",
+    ):
+        assert command in told, command
 
 
 def test_the_notebook_runs_top_to_bottom(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 /**
  * The smallest trainer there is: a policy that has four commands to choose from learns by REINFORCE which one does the task.
  *
- *   node examples/bandit.ts [STEPS [SEED]]        Node.js 24; against the services that `penstock up` runs
+ *   node examples/bandit.ts [STEPS [SEED]]        against the services that `penstock up` runs
+ *
+ * Node.js 22.18 or newer; 22.7 to 22.17 with --experimental-strip-types before the file.
  *
  * Everything but the policy is as for a large one: real agents in sandboxes, their calls from the gate, tokens and logprobs
  * delivered, a verifier's rewards, a step for each group. Last line: the probability of the command that does it.
@@ -80,7 +82,7 @@ async function tokensOf(inference: Inference, text: string, stops: readonly numb
 }
 
 const [steps = 8, seed = 1] = argv.slice(2).map(Number);
-await using ps = connect();
+const ps = connect();
 const { stopTokenIds } = await ps.inference.info();
 const answers = await Promise.all(
   COMMANDS.map((command) => {
@@ -129,3 +131,4 @@ for (let step = 0; step < steps; step++) {
   console.log(`step ${step}: reward ${mean.toFixed(2)}, P(${COMMANDS[2]}) = ${policy.probabilities()[2]?.toFixed(2)}`);
 }
 console.log(policy.probabilities()[2]);
+await ps.close();

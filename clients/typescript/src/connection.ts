@@ -10,6 +10,7 @@ import { type Abortable, GroupHandle, RolloutHandle } from "./handles.js";
 import { Inference } from "./inference.js";
 import { type Group, groupFrom, type Rollout, rolloutFrom } from "./results.js";
 import { Service } from "./rpc.js";
+import { requireNode } from "./runtime.js";
 import { Gate, type InterceptSession, type SessionOptions } from "./sessions.js";
 import { type RolloutOptions, specOf, type Task } from "./tasks.js";
 import { duration } from "./wire.js";
@@ -204,6 +205,7 @@ export class Penstock {
 
 /** Where the services are: `endpoints.ts` says in which order that is looked for. Throws ConfigurationError. */
 export function connect(options: ConnectOptions = {}): Penstock {
+  requireNode();
   return new Penstock(resolve(options));
 }
 

@@ -13,7 +13,7 @@ import {
   type InterceptService,
   type Welcome,
 } from "./gen/penstock/interception/v1/intercept_service_pb.js";
-import { fromTransport } from "./statuses.js";
+import type { Service } from "./rpc.js";
 import { milliseconds } from "./wire.js";
 
 const HANDSHAKE_MS = 20_000;
@@ -62,7 +62,7 @@ export class Wake {
 
 /** Made for one stream. */
 export class Conversation {
-  readonly #peer: string;
+  readonly #service: Service;
   readonly #client: Client<typeof InterceptService>;
   readonly #party: Party;
   readonly #wake: Wake;
@@ -71,8 +71,8 @@ export class Conversation {
   #over = false;
   #lastHeard = performance.now();
 
-  constructor(peer: string, client: Client<typeof InterceptService>, party: Party, wake: Wake) {
-    this.#peer = peer;
+  constructor(service: Service, client: Client<typeof InterceptService>, party: Party, wake: Wake) {
+    this.#service = service;
     this.#client = client;
     this.#party = party;
     this.#wake = wake;
@@ -82,7 +82,7 @@ export class Conversation {
   /** Fulfilled when it ended with our Goodbye; rejects with what else it ended with, or with the signal's reason. */
   async run(ended: AbortSignal): Promise<void> {
     const controller = this.#controller;
-    const silent = new Unavailable(`${this.#peer} did not answer Hello`, { reason: "HANDSHAKE" });
+    const silent = new Unavailable(`${this.#service.peer} did not answer Hello`, { reason: "HANDSHAKE" });
     const timer = setTimeout(() => controller.abort(silent), HANDSHAKE_MS);
     const signal = AbortSignal.any([controller.signal, ended]);
     try {
@@ -104,7 +104,7 @@ export class Conversation {
       }
     } catch (error) {
       signal.throwIfAborted();
-      throw fromTransport(error, this.#peer);
+      throw this.#service.failure(error);
     } finally {
       clearTimeout(timer);
       this.#over = true;
@@ -113,7 +113,7 @@ export class Conversation {
       this.#wake.set();
     }
     if (!this.#party.leaves()) {
-      throw new Unavailable(`${this.#peer} ended the session`, { reason: "STREAM_ENDED" });
+      throw new Unavailable(`${this.#service.peer} ended the session`, { reason: "STREAM_ENDED" });
     }
   }
 
@@ -139,7 +139,7 @@ export class Conversation {
       }
       if (!(await this.#wake.wait(interval / 2)) && !this.#over) {
         if (performance.now() - this.#lastHeard > 3 * interval) {
-          this.#controller.abort(new Unavailable(`${this.#peer} fell silent`, { reason: "HEARTBEAT_MISSED" }));
+          this.#controller.abort(new Unavailable(`${this.#service.peer} fell silent`, { reason: "HEARTBEAT_MISSED" }));
           return;
         }
         yield create(InterceptRequestSchema, { frame: { case: "heartbeat", value: {} } });

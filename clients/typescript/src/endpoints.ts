@@ -49,8 +49,18 @@ export interface ConnectOptions {
 export interface Endpoints {
   readonly addresses: Readonly<Record<ServiceName, string>>;
   readonly token: string | undefined;
+  /** Where the token was found, for people. */
+  readonly tokenOrigin: string;
   readonly tls: Tls | undefined;
 }
+
+/** A token to be sent, and where it was found. */
+interface FoundToken {
+  readonly token: string | undefined;
+  readonly origin: string;
+}
+
+const GIVEN = "the program that calls";
 
 /** Finds the endpoints by the order above. Throws ConfigurationError: says which address, token or file does not hold. */
 export function resolve(given: ConnectOptions = {}): Endpoints {
@@ -59,25 +69,43 @@ export function resolve(given: ConnectOptions = {}): Endpoints {
     throw configuration("Give one of host, addresses and connectionFile", "TARGET");
   }
   if (connectionFile !== undefined) {
-    return readConnection(connectionFile, given);
+    return readConnection(connectionFile, givenToken(given), given.tls);
   }
   const tls = given.tls ?? (env["PENSTOCK_CA_FILE"] ? { caFile: env["PENSTOCK_CA_FILE"] } : undefined);
+  const found = givenToken(given) ?? environmentToken();
   if (host !== undefined) {
-    return checked(ofHost(host), given.token ?? environmentToken(), tls);
+    return checked(ofHost(host), found, tls);
   }
   const named = addresses ?? ofEnvironment();
   if (named !== undefined) {
-    return checked(named, given.token ?? environmentToken(), tls);
+    return checked(named, found, tls);
   }
-  const file = env["PENSTOCK_CONNECTION"] ?? `${stateDir()}/connection.json`;
-  if (isLive(file)) {
-    const token = given.token ?? environmentToken();
-    return readConnection(file, { ...given, ...(token !== undefined && { token }) });
-  }
-  return checked({}, given.token ?? environmentToken(), tls);
+  const file = usualConnectionFile();
+  return isLive(file) ? readConnection(file, found, given.tls) : checked({}, found, tls);
 }
 
-function checked(given: Readonly<Record<string, string>>, token: string | undefined, tls: Tls | undefined): Endpoints {
+/** What to do where the services do not take the token, or there is none. */
+export function tokenAdvice({ token, tokenOrigin }: Endpoints): string {
+  const file = usualConnectionFile();
+  if (token === undefined) {
+    return (
+      "No token was sent: set PENSTOCK_TOKEN to one of theirs, PENSTOCK_TOKEN_FILE to a file with it, or" +
+      ` PENSTOCK_CONNECTION to a connection file. (\`penstock up\` writes one while it runs: ${file}.)`
+    );
+  }
+  const [variable] = /^PENSTOCK_TOKEN\w*/.exec(tokenOrigin) ?? [];
+  const advice =
+    variable === undefined
+      ? "are these services of another start than it?"
+      : `set it to a token of these services, or unset ${variable} to use that of ${file}.`;
+  return `The token that was sent is from ${tokenOrigin}: ${advice}`;
+}
+
+function checked(
+  given: Readonly<Record<string, string>>,
+  { token, origin }: FoundToken,
+  tls: Tls | undefined,
+): Endpoints {
   const addresses = Object.fromEntries(
     SERVICES.map((service) => [service, `127.0.0.1:${DEFAULT_PORTS[service]}`]),
   ) as Record<ServiceName, string>;
@@ -92,7 +120,10 @@ function checked(given: Readonly<Record<string, string>>, token: string | undefi
   }
   if (token !== undefined) {
     if (!/^[!-~](?:[ -~]*[!-~])?$/.test(token)) {
-      throw configuration("A token must be printable ASCII, not blank and without whitespace around it", "TOKEN");
+      throw configuration(
+        `A token must be printable ASCII, not blank and without whitespace around it; this one is from ${origin}`,
+        "TOKEN",
+      );
     }
     const far = Object.values(addresses).find((address) => address && !isLocal(address));
     if (tls === undefined && far !== undefined) {
@@ -102,7 +133,7 @@ function checked(given: Readonly<Record<string, string>>, token: string | undefi
       );
     }
   }
-  return { addresses, token, tls };
+  return { addresses, token, tokenOrigin: origin, tls };
 }
 
 function ofHost(host: string): Record<ServiceName, string> {
@@ -123,7 +154,7 @@ function ofEnvironment(): Record<string, string> | undefined {
   return said.length > 0 ? Object.fromEntries(said) : undefined;
 }
 
-function readConnection(file: string, given: ConnectOptions): Endpoints {
+function readConnection(file: string, found: FoundToken | undefined, tls: Tls | undefined): Endpoints {
   let content: { addresses: Record<string, string>; token: string | null; ca?: string };
   try {
     const info = statSync(file);
@@ -145,7 +176,8 @@ function readConnection(file: string, given: ConnectOptions): Endpoints {
     throw configuration(what, "CONNECTION_FILE", error);
   }
   const ca = content.ca === undefined ? undefined : { caFile: resolvePath(dirname(file), content.ca) };
-  return checked(content.addresses, given.token ?? content.token ?? undefined, given.tls ?? ca);
+  const sent = found?.token === undefined ? { token: content.token ?? undefined, origin: file } : found;
+  return checked(content.addresses, sent, tls ?? ca);
 }
 
 /** Whether the file is there and the stack that wrote it still runs: one that was killed leaves its file behind. */
@@ -167,17 +199,23 @@ function isLive(file: string): boolean {
   }
 }
 
-function stateDir(): string {
-  return `${env["XDG_STATE_HOME"] || `${homedir()}/.local/state`}/penstock`;
+/** Where `penstock up` says how to reach what it started. */
+function usualConnectionFile(): string {
+  const state = env["XDG_STATE_HOME"] || `${homedir()}/.local/state`;
+  return env["PENSTOCK_CONNECTION"] || `${state}/penstock/connection.json`;
 }
 
-function environmentToken(): string | undefined {
+function givenToken({ token }: ConnectOptions): FoundToken | undefined {
+  return token === undefined ? undefined : { token, origin: GIVEN };
+}
+
+function environmentToken(): FoundToken {
   const file = env["PENSTOCK_TOKEN_FILE"];
   if (env["PENSTOCK_TOKEN"] !== undefined || file === undefined) {
-    return env["PENSTOCK_TOKEN"];
+    return { token: env["PENSTOCK_TOKEN"], origin: "PENSTOCK_TOKEN" };
   }
   try {
-    return readFileSync(file, "utf-8").replace(/\r?\n$/, "");
+    return { token: readFileSync(file, "utf-8").replace(/\r?\n$/, ""), origin: `PENSTOCK_TOKEN_FILE (${file})` };
   } catch (error) {
     throw configuration(`PENSTOCK_TOKEN_FILE names ${file}, which cannot be read`, "TOKEN", error);
   }

@@ -11,9 +11,9 @@ import { setTimeout as sleep } from "node:timers/promises";
 import type { DescService } from "@bufbuild/protobuf";
 import { type CallOptions, type Client, createClient, type Interceptor } from "@connectrpc/connect";
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
-import type { Endpoints, ServiceName } from "./endpoints.js";
+import { type Endpoints, type ServiceName, tokenAdvice } from "./endpoints.js";
 import { ConfigurationError, type PenstockError, Unavailable } from "./errors.js";
-import { fromTransport } from "./statuses.js";
+import { fromTransport, type SentToken } from "./statuses.js";
 
 /** Largest message either way, as the services have it. */
 export const MAX_MESSAGE_BYTES = 64 * 1024 * 1024;
@@ -62,12 +62,14 @@ export interface UnaryOptions {
 export class Service {
   /** For people. */
   readonly peer: string;
+  readonly #sent: SentToken;
   readonly #sessions: Http2SessionManager;
   readonly #transport;
 
   constructor(name: ServiceName, endpoints: Endpoints) {
     const address = endpoints.addresses[name];
     this.peer = `the ${name} service at ${address}`;
+    this.#sent = { origin: endpoints.tokenOrigin, advice: () => tokenAdvice(endpoints) };
     const { baseUrl, options } = dialled(address, endpoints);
     // The services allow a ping every 10 s; a dead peer is noticed in 40 s. A connection without calls is not pinged but proved with
     // the next one: its timer would outlive a connection that broke under a call, and throw where nobody catches (connect 2.2).
@@ -95,6 +97,11 @@ export class Service {
     return createClient(description, this.#transport);
   }
 
+  /** What a failed call of this service stands for; one whose token it does not take says where that is from. */
+  failure(thrown: unknown): unknown {
+    return fromTransport(thrown, this.peer, this.#sent);
+  }
+
   /** Closes the connection; calls that are open end. */
   close(): void {
     this.#sessions.abort();
@@ -117,7 +124,7 @@ export class Service {
       yield* method({ signal: either });
     } catch (error) {
       signal?.throwIfAborted();
-      throw fromTransport(error, this.peer);
+      throw this.failure(error);
     } finally {
       left.abort();
     }
@@ -154,7 +161,7 @@ export class Service {
       return await method(options);
     } catch (error) {
       options.signal?.throwIfAborted();
-      throw fromTransport(error, this.peer);
+      throw this.failure(error);
     }
   }
 }

@@ -234,7 +234,7 @@ export class InterceptSession {
       for (;;) {
         const began = performance.now();
         try {
-          await new Conversation(this.#service.peer, this.#client, this.#party, this.#wake).run(this.#ended.signal);
+          await new Conversation(this.#service, this.#client, this.#party, this.#wake).run(this.#ended.signal);
           return;
         } catch (error) {
           if (!this.#sessionId || this.#closing || this.#ended.signal.aborted || !passes(error)) {

@@ -21,6 +21,12 @@ import {
 } from "./errors.js";
 import { BadRequestSchema, ErrorInfoSchema, RetryInfoSchema } from "./gen/google/rpc/error_details_pb.js";
 
+/** A token as people are told of it; never its text. */
+export interface SentToken {
+  readonly origin: string;
+  advice(): string;
+}
+
 type ErrorClass = new (message: string, facts: ErrorFacts) => PenstockError;
 
 const CLASSES: ReadonlyMap<Code, ErrorClass> = new Map<Code, ErrorClass>([
@@ -47,8 +53,9 @@ const CLASSES: ReadonlyMap<Code, ErrorClass> = new Map<Code, ErrorClass>([
  *
  * @param thrown what the transport threw.
  * @param peer who was called, for people: `the driver service at 127.0.0.1:7702`.
+ * @param token what was sent there: where it was found, and what to do where the service does not take it.
  */
-export function fromTransport(thrown: unknown, peer: string): unknown {
+export function fromTransport(thrown: unknown, peer: string, token?: SentToken): unknown {
   if (!(thrown instanceof ConnectError)) {
     return thrown;
   }
@@ -66,6 +73,10 @@ export function fromTransport(thrown: unknown, peer: string): unknown {
   let message = thrown.rawMessage || `The call to ${peer} failed with ${code}.`;
   if (info === undefined && thrown.code === Code.Unimplemented) {
     message = `This is not implemented by ${peer}: ${message}`;
+  } else if (token !== undefined && thrown.code === Code.Unauthenticated) {
+    message = `${message.replace(/\.$/, "")}, says ${peer}. ${token.advice()}`;
+  } else if (token !== undefined && info?.reason === "ROLE_NOT_ALLOWED") {
+    message = `${message} The token that was sent is from ${token.origin}.`;
   }
   return new (CLASSES.get(thrown.code) ?? Internal)(message, {
     reason: info?.reason ?? `TRANSPORT_${code}`,

@@ -14,7 +14,7 @@ import trustme
 from tests.conformance.clients.odd_services import empty_server, odd_driver
 from tests.conformance.clients.proxies import Proxy
 from tests.conformance.clients.subjects import SUBJECTS, Subject
-from tests.conformance.clients.world import SERVICES, World
+from tests.conformance.clients.world import SERVICES, WRONG_TOKEN, World
 from tests.support.restarting import restartable
 
 
@@ -44,9 +44,11 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
             "token": services.trainer_token,
         }
         files = {"ca": ca, "other-ca": other_ca}
-        for name, mode in (("connection", 0o600), ("open-connection", 0o644)):
+        kinds = {"connection": (content, 0o600), "open-connection": (content, 0o644)}
+        kinds["stale-connection"] = ({**content, "token": WRONG_TOKEN}, 0o600)
+        for name, (told, mode) in kinds.items():
             files[name] = folder / f"{name}.json"
-            files[name].write_text(json.dumps(content))
+            files[name].write_text(json.dumps(told))
             files[name].chmod(mode)
         addresses = {
             "odd": odd_address,

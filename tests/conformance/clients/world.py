@@ -27,6 +27,9 @@ from penstock.interception.v1 import intercept_service_pb2, intercept_service_pb
 from penstock.trajectory.v1 import trajectory_pb2
 
 SERVICES: Final = ("sandbox", "driver", "interception", "inference")
+WRONG_TOKEN: Final = "0" * 64
+"""Of nobody here."""
+
 _RESERVED: Final = frozenset({"do", "start", "await", "runner", "expect", "error", "save", "target"})
 
 
@@ -41,7 +44,7 @@ class World:
     addresses: Mapping[str, str]
     """Of servers that a case may name: `odd`, `odd-tls`, `empty`, `nobody`."""
     files: Mapping[str, Path]
-    """That a case may name: `ca`, `connection`, `open-connection`."""
+    """That a case may name: `ca`, `other-ca`, `connection`, `open-connection`, `stale-connection`."""
     _estranged: set[ServiceName] = field(default_factory=set)
     """Services that were restarted with another trainer's token."""
 
@@ -69,7 +72,7 @@ class World:
 
     def token(self, name: str) -> str | None:
         """By the name that cases have for it."""
-        known = {"good": self.stack.trainer_token, "observer": OBSERVER_TOKEN, "wrong": "0" * 64}
+        known = {"good": self.stack.trainer_token, "observer": OBSERVER_TOKEN, "wrong": WRONG_TOKEN}
         return known[name]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 PROGRAMS: Final[Mapping[str, str]] = {
+    ".venv/bin/jupyter": "of a package that the reader installs; tests/e2e/test_notebook.py runs the notebook",
     ".venv/bin/python": "the repository's own programs, which other tests run or which take a quarter of an hour",
     "apt-get": "changes the machine",
     "cat": "shows a file of the reader's machine",

@@ -422,6 +422,26 @@ async def test_a_refused_token_is_an_error_and_not_tried_again(fakes: Fakes, ps:
     assert caught.value.reason == "CREDENTIAL_INVALID"
 
 
+async def test_a_refusal_that_grpc_forgot_is_asked_for_again(fakes: Fakes, ps: Penstock) -> None:
+    """R5: where the gate ended the stream while Hello was written, the next attempt hears why; not forever."""
+
+    async def forgotten(stream: Gate) -> None:
+        await stream.fail(Refusal(grpc.StatusCode.INTERNAL, message="Internal error from Core"))
+
+    async def refuses(stream: Gate) -> None:
+        await stream.fail(Refusal(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIAL_INVALID"))
+
+    fakes.converse(forgotten, forgotten, refuses)
+    with pytest.raises(Unauthenticated, match="says the interception service at"):
+        async with ps.intercept():
+            raise AssertionError("entered without a token")
+    fakes.converse(forgotten, forgotten, forgotten)
+    with pytest.raises(Unavailable) as caught:
+        async with ps.intercept():
+            raise AssertionError("entered without a gate")
+    assert caught.value.reason == "STREAM_BROKEN"
+
+
 async def test_an_error_that_will_not_pass_ends_the_session_for_everybody_who_waits(fakes: Fakes, ps: Penstock) -> None:
     """R24: a typed end, no hang."""
 

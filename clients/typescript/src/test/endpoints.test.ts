@@ -6,7 +6,7 @@ import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { env, pid } from "node:process";
 import { afterEach, beforeEach, describe, it } from "node:test";
-import { type ConnectOptions, resolve } from "../endpoints.js";
+import { type ConnectOptions, resolve, tokenAdvice } from "../endpoints.js";
 import { ConfigurationError } from "../errors.js";
 
 const KEYS = ["TOKEN", "TOKEN_FILE", "CA_FILE", "CONNECTION", "DRIVER_ADDRESS"].map((name) => `PENSTOCK_${name}`);
@@ -99,6 +99,31 @@ describe("where the services are", () => {
       assert.equal(refused({ addresses: { driver } }), "", driver);
       assert.equal(refused({ addresses: { driver }, token: "t", tls: {} }), "", driver);
     }
+  });
+
+  it("says where a token that is not taken was found, and what to do", () => {
+    const path = file({ pid, addresses: { driver: "127.0.0.1:3" }, token: "secret" });
+    env["PENSTOCK_CONNECTION"] = path;
+    assert.match(tokenAdvice(resolve({ token: "secret" })), /from the program that calls: are these services of/);
+    assert.match(tokenAdvice(resolve()), new RegExp(`is from ${path}: are these services of another start than it`));
+    const named = join(folder, "token");
+    writeFileSync(named, "secret\n");
+    env["PENSTOCK_TOKEN_FILE"] = named;
+    assert.ok(
+      tokenAdvice(resolve()).endsWith(
+        `is from PENSTOCK_TOKEN_FILE (${named}): set it to a token of these services, or unset PENSTOCK_TOKEN_FILE to use that of ${path}.`,
+      ),
+    );
+    env["PENSTOCK_TOKEN"] = "secret";
+    assert.match(tokenAdvice(resolve()), /from PENSTOCK_TOKEN: set it .* unset PENSTOCK_TOKEN to use/);
+    assert.match(tokenAdvice(resolve({ connectionFile: path })), new RegExp(`from ${path}: `));
+    assert.doesNotMatch(tokenAdvice(resolve()), /secret/);
+  });
+
+  it("says where a token may come from when none was sent", () => {
+    const told = tokenAdvice(resolve());
+    assert.match(told, /^No token was sent: set PENSTOCK_TOKEN to .* PENSTOCK_CONNECTION to a connection file/);
+    assert.ok(told.includes(join(folder, "penstock", "connection.json")), told);
   });
 
   it("refuses tokens that are blank or have more than printable ASCII", () => {

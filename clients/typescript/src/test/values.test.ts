@@ -127,6 +127,16 @@ describe("an error", () => {
     assert.equal((fromTransport(wire(Code.Canceled), "x") as PenstockError).reason, "TRANSPORT_CANCELLED");
   });
 
+  it("of a token that is not taken names the service and where the token is from", () => {
+    const sent = { origin: "a file", advice: () => "Take another." };
+    const refused = fromTransport(wire(Code.Unauthenticated), "the driver at x", sent) as PenstockError;
+    assert.equal(refused.message, "said, says the driver at x. Take another.");
+    const info = create(ErrorInfoSchema, { reason: "ROLE_NOT_ALLOWED" });
+    const role = fromTransport(wire(Code.PermissionDenied, { desc: ErrorInfoSchema, value: info }), "x", sent);
+    assert.equal((role as PenstockError).message, "said The token that was sent is from a file.");
+    assert.equal((fromTransport(wire(Code.NotFound), "x", sent) as PenstockError).message, "said");
+  });
+
   it("of the program itself stays what it is", () => {
     const error = new TypeError("a fault");
     assert.equal(fromTransport(error, "x"), error);

@@ -38,6 +38,8 @@ from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 _HANDSHAKE_S: Final = 20.0
 _GOODBYE_S: Final = 5.0
 _SETTLED_S: Final = 5.0
+_UNHEARD: Final = 2
+"""How often a session is opened again, at once, that was refused in words which grpc.aio forgot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +213,7 @@ class InterceptSession:
         """Connects, converses, and connects again until the session is closed or cannot be saved."""
         loop = asyncio.get_running_loop()
         backoff = Backoff()
+        unheard = _UNHEARD
         try:
             while True:
                 began = loop.time()
@@ -218,6 +221,9 @@ class InterceptSession:
                     await self._converse()
                     return
                 except PenstockError as error:
+                    if not self.session_id and error.reason == "STREAM_BROKEN" and unheard and not self._closing:
+                        unheard -= 1  # refused, and grpc.aio forgot why
+                        continue
                     if not self.session_id or self._closing or not _passes(error):
                         raise
                     if loop.time() - began > _SETTLED_S:
