@@ -6,11 +6,12 @@ program is told.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.cli.standing import MOST_ENDED
 from penstock.client import (
     ConfigurationError,
     InvalidArgument,
@@ -38,8 +39,8 @@ class Chosen:
     task_id: str | None = None
     agent: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
-    ended_limit: int = 1000
-    """Of those that have ended already, the newest."""
+    ended_limit: int = MOST_ENDED
+    """Of those that have ended, so many of the newest are shown, and the rest of their groups."""
     state_dir: Path | None = None
 
     def __str__(self) -> str:
@@ -124,14 +125,52 @@ def _endpoints(chosen: Chosen) -> Endpoints | None:
 
 
 def _changes(ps: Penstock, chosen: Chosen) -> AsyncGenerator[RolloutChanges, None]:
-    return ps.rollouts.watch(
-        run_id=chosen.run_id,
-        group_id=chosen.group_id,
-        labels=chosen.labels,
-        task_id=chosen.task_id,
-        agent=chosen.agent,
-        ended_limit=chosen.ended_limit,
-    )
+    def watch(group_id: str | None) -> AsyncGenerator[RolloutChanges, None]:
+        return ps.rollouts.watch(
+            run_id=chosen.run_id,
+            group_id=group_id or chosen.group_id,
+            labels=chosen.labels,
+            task_id=chosen.task_id,
+            agent=chosen.agent,
+            ended_limit=MOST_ENDED,
+        )
+
+    return whole_groups(watch)
+
+
+async def whole_groups(
+    watch: Callable[[str | None], AsyncGenerator[RolloutChanges, None]], most: int = MOST_ENDED
+) -> AsyncGenerator[RolloutChanges, None]:
+    """What `watch` tells of all (None), with what the driver's bound cut off from groups before all has been told.
+
+    Args:
+        watch: a stream of all rollouts, or of a group's.
+        most: so many that have ended the driver tells at most, the newest.
+    """
+    told: list[RolloutSummary] | None = []
+    async with aclosing(watch(None)) as changes:
+        async for change in changes:
+            if told is not None:
+                told += change.rollouts
+                if change.complete:
+                    for group_id in _cut(told, most):
+                        async with aclosing(watch(group_id)) as siblings:
+                            async for part in siblings:
+                                yield RolloutChanges(part.rollouts)
+                                if part.complete:
+                                    break
+                    told = None
+            yield change
+
+
+def _cut(told: list[RolloutSummary], most: int) -> list[str]:
+    """Groups of which some may have ended too long ago to be told: a group's rollouts are created together."""
+    ended = [item.create_time for item in told if item.ended and item.create_time is not None]
+    if len(ended) < most or not ended:
+        return []
+    oldest = min(ended)
+    early = (item for item in told if item.create_time is None or item.create_time <= oldest)
+    return sorted({item.group_id for item in early if item.group_id is not None})
 
 
 def _words(error: PenstockError) -> str:
