@@ -1,12 +1,14 @@
 """What the command line prints of what others wrote."""
 
+import io
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cli.console import clean, quoted
+from penstock.cli import console
+from penstock.cli.console import clean, columns, quoted
 from penstock.client import Task
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "first-rollout.md"
@@ -37,3 +39,14 @@ def test_the_task_of_the_guide_is_a_task(tmp_path: Path) -> None:
     file.write_text(block)
     task = Task.load(file)
     assert task.task_id == "greet" and task.verifier is not None
+
+
+def test_outside_a_terminal_no_line_ends_in_blanks() -> None:
+    """A table fills its last column: every line of a log would be as long as the longest message."""
+    file = io.StringIO()
+    table = columns("name", "found")
+    table.add_row("a", "short")
+    table.add_row("b", "long " * 80)
+    console._Unpadded(file=file, width=100_000, highlight=False).print(table, "text ", end="")
+    lines = file.getvalue().split("\n")
+    assert lines[1] == "a     short" and len(lines[2]) == len("b     " + "long " * 80) - 1 and lines[-1] == "text "

@@ -46,10 +46,23 @@ EXIT_CODES: Final = (
 )
 
 
+_PADDING: Final = re.compile(r" +\n")
+
+
+class _Unpadded(Console):
+    """For what is no terminal: no blanks at the ends of lines, with which a table fills its last column."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        self.file.write(_PADDING.sub("\n", captured.get()))
+        self.file.flush()
+
+
 def _console(*, stderr: bool) -> Console:
-    """On a terminal as wide as that is; in a pipe or a file there is no width, and nothing is wrapped or cut."""
+    """On a terminal as wide as that is; in a pipe or a file nothing is wrapped, cut or padded."""
     console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=100_000)
+    return console if console.is_terminal else _Unpadded(stderr=stderr, highlight=False, width=100_000)
 
 
 out = _console(stderr=False)

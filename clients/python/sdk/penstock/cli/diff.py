@@ -10,10 +10,9 @@ from rich.text import Text
 
 from penstock.cli.completing import recordings
 from penstock.cli.console import FAILED, OK, Indented, clean, columns, emit, out, quoted, run, usage_error
-from penstock.cli.options import AsJson, Tokenizer
+from penstock.cli.options import AsJson, StateDir, Tokenizer
 from penstock.cli.replay import read_recording
 from penstock.cli.services import services
-from penstock.cli.up import StateDir
 from penstock.client import Penstock
 from penstock.client.differences import Comparison, Divergence, Side, compare
 from penstock.client.recordings import Recording, of_rollout

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.cli.services import running
 from penstock.cli.standing import MOST_ENDED
 from penstock.client import (
     ConfigurationError,
@@ -22,7 +23,6 @@ from penstock.client import (
     Unsupported,
     connect,
 )
-from penstock.client.endpoints import Endpoints, of_state_dir
 from penstock.client.errors import PermissionDenied, Unauthenticated
 from penstock.client.results import RolloutChanges, RolloutSummary
 from penstock.client.rpc import Backoff
@@ -77,7 +77,7 @@ async def follow(chosen: Chosen, *, waits: bool = True) -> AsyncGenerator[Rollou
     while True:
         error: PenstockError = Unavailable("The driver ended the stream", reason="STREAM_ENDED")
         try:
-            async with connect(_endpoints(chosen)) as ps, aclosing(_changes(ps, chosen)) as changes:
+            async with connect(running(chosen.state_dir)) as ps, aclosing(_changes(ps, chosen)) as changes:
                 told = False
                 async for change in changes:
                     if not told:
@@ -106,22 +106,12 @@ async def once(chosen: Chosen) -> RolloutChanges:
         PenstockError: whatever came in the way.
     """
     found: list[RolloutSummary] = []
-    async with connect(_endpoints(chosen)) as ps, aclosing(_changes(ps, chosen)) as changes:
+    async with connect(running(chosen.state_dir)) as ps, aclosing(_changes(ps, chosen)) as changes:
         async for change in changes:
             found += change.rollouts
             if change.complete:
                 break
     return RolloutChanges(tuple(found), complete=True)
-
-
-def _endpoints(chosen: Chosen) -> Endpoints | None:
-    if chosen.state_dir is None:
-        return None
-    found = of_state_dir(chosen.state_dir)
-    if found is None:
-        what = f"No services run in {chosen.state_dir}: `penstock up --state-dir {chosen.state_dir}` starts them"
-        raise Unavailable(what, reason="STACK_NOT_RUNNING")
-    return found
 
 
 def _changes(ps: Penstock, chosen: Chosen) -> AsyncGenerator[RolloutChanges, None]:

@@ -13,11 +13,10 @@ from penstock.cli import completing, rows
 from penstock.cli.console import FAILED, OK, clean, counted, emit, err, out, run
 from penstock.cli.curve import Curve
 from penstock.cli.following import Chosen, Connected, Trouble, follow, once
-from penstock.cli.options import AsJson, Labels, label_filter
+from penstock.cli.options import AsJson, Labels, StateDir, label_filter
 from penstock.cli.screen import Screen, interactive
 from penstock.cli.shapes import summary_shape
 from penstock.cli.standing import MOST_ENDED, Standing, is_cancelled, totals
-from penstock.cli.up import StateDir
 from penstock.client.errors import first_of
 from penstock.client.results import RolloutChanges, RolloutSummary
 
@@ -135,7 +134,7 @@ async def _lines(chosen: Chosen, as_json: bool) -> int:
                     emit({"rollout_id": name, "deleted": True})
                 else:
                     out.print(Text(clean(f"{name}: deleted")))
-            if chosen.group_id is not None and standing.complete and standing.ended:
+            if chosen.group_id is not None and standing.ended:
                 return FAILED if any(item.failure is not None for item in standing.rollouts()) else OK
     return OK
 
