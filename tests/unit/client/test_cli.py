@@ -1,6 +1,9 @@
 """What the command line prints of what others wrote."""
 
 import io
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from penstock.cli import console
 from penstock.cli.console import clean, columns, quoted
 from penstock.client import Task
 
+CLI_PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "first-rollout.md"
 
 
@@ -50,3 +54,14 @@ def test_outside_a_terminal_no_line_ends_in_blanks() -> None:
     console._Unpadded(file=file, width=100_000, highlight=False).print(table, "text ", end="")
     lines = file.getvalue().split("\n")
     assert lines[1] == "a     short" and len(lines[2]) == len("b     " + "long " * 80) - 1 and lines[-1] == "text "
+
+
+def test_what_json_prints_is_read_as_the_page_says(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """Lines of JSON are no JSON: `json.tool` needs to be told."""
+    for number in range(2):
+        console.emit({"number": number})
+    lines = capfdbinary.readouterr().out
+    given = re.search(r"\| python (-m json.tool .*)", CLI_PAGE.read_text())
+    assert given is not None
+    done = subprocess.run([sys.executable, *given[1].split()], input=lines, capture_output=True, check=True)
+    assert b'"number": 0' in done.stdout and b'"number": 1' in done.stdout

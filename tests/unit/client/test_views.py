@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -21,7 +22,7 @@ from penstock.cli.curve import Curve, Point, condensed, strip
 from penstock.cli.following import Chosen, whole_groups
 from penstock.cli.standing import Standing
 from penstock.cli.story import steps
-from penstock.client import bodies
+from penstock.client import bodies, wire_results
 from penstock.client.differences import compare
 from penstock.client.pieces import Pieces
 from penstock.client.recordings import Recording, Turn
@@ -44,6 +45,7 @@ from penstock.client.results import (
     VerifierCommand,
 )
 from penstock.client.trajectories import Branch, Finding, RecordedToolCall, Reward
+from penstock.driver.v1 import rollout_pb2
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 HOSTILE = [
@@ -441,3 +443,24 @@ def test_a_character_of_several_tokens_is_read_whole() -> None:
     vocabulary = {"model": {"vocab": {"\u00c3": 0, "\u00a9": 1}}, "decoder": {"type": "ByteLevel"}}
     found = Pieces(orjson.dumps(vocabulary))
     assert found.whole([0, 1]) == "\u00e9" and found.text(0) == "\ufffd"
+
+
+def test_of_two_mappings_only_the_keys_that_differ_are_shown() -> None:
+    """Ten fields of sampling of which one differs are a line of one field each."""
+    left, right = ({"top_p": 1.0, "temperature": value, "stop": []} for value in (0.0, 1.0))
+    one, other = (replace(hostile("x"), turns=(turn(sampling=sampling),)) for sampling in (left, right))
+    told = drawn(diff.drawn(compare(one, other), one, other), 200)
+    assert '{"temperature":0.0}' in told and '{"temperature":1.0}' in told and "top_p" not in told
+    assert diff._without_what_is_alike({"a": 1}, {"a": 1, "b": None}) == (None, {"b": None})
+    assert diff._without_what_is_alike("a", {"b": 1}) == ("a", {"b": 1})
+
+
+def test_a_command_is_one_line_quoted_as_a_shell_reads_it() -> None:
+    """A verifier of seven lines is not an answer to what happens now; its words are told apart."""
+    sent = rollout_pb2.CommandFinished(phase=rollout_pb2.PHASE_VERIFYING)
+    sent.command.argv.args.extend(["bash", "-c", "set -e\ntest 'a b'\ntrue"])
+    command = wire_results.command_finished(sent).command
+    assert shlex.split(command) == ["bash", "-c", "set -e\ntest 'a b'\ntrue"]
+    done = CommandFinished(Phase.VERIFYING, 0, command, Exit("exited", 0, None, "", 1.0), b"", b"")
+    shown = drawn(filter(None, [show.event(RolloutEvent(1, "r", NOW, done))]), 120)
+    assert shown.count("\n") == 1 and shown.startswith("$ bash -c 'set -e ... and 2 lines  [")
