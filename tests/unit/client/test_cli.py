@@ -1,6 +1,7 @@
 """What the command line prints of what others wrote."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -65,3 +66,13 @@ def test_what_json_prints_is_read_as_the_page_says(capfdbinary: pytest.CaptureFi
     assert given is not None
     done = subprocess.run([sys.executable, *given[1].split()], input=lines, capture_output=True, check=True)
     assert b'"number": 0' in done.stdout and b'"number": 1' in done.stdout
+
+
+def test_a_command_whose_reader_has_gone_ends_without_a_trace() -> None:
+    """As `head` does: exit code 141, and no word about it, also where a command prints all at its end."""
+    read, write = os.pipe()
+    os.close(read)
+    program = [sys.executable, "-m", "penstock.cli.main", "doctor"]
+    done = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (console.CLOSED, b"")

@@ -49,14 +49,24 @@ EXIT_CODES: Final = (
 _PADDING: Final = re.compile(r" +\n")
 
 
+def _end_unread() -> NoReturn:
+    """Ends the program: nobody reads its output any more."""
+    # What is still buffered has nowhere to go, and the interpreter would complain of it at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(CLOSED)
+
+
 class _Unpadded(Console):
     """For what is no terminal: no blanks at the ends of lines, with which a table fills its last column."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         with self.capture() as captured:
             super().print(*objects, **options)
-        self.file.write(_PADDING.sub("\n", captured.get()))
-        self.file.flush()
+        try:
+            self.file.write(_PADDING.sub("\n", captured.get()))
+            self.file.flush()
+        except BrokenPipeError:
+            _end_unread()
 
 
 def _console(*, stderr: bool) -> Console:
@@ -92,9 +102,7 @@ def run(work: Coroutine[Any, Any, int]) -> None:
         err.print("interrupted")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # What is still buffered has nowhere to go, and the interpreter would complain of it at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(CLOSED)
+        _end_unread()
     except errors.PenstockError as error:
         if os.environ.get("PENSTOCK_DEBUG") == "1":
             raise
