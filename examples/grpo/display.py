@@ -88,6 +88,7 @@ class Display:
                 f"policy v{metrics['policy_version']}  gap {metrics['logprob_gap']:.1e}  "
                 f"{metrics['rollouts']} rollouts  {metrics['seconds']:.1f} s",
                 highlight=False,
+                soft_wrap=True,  # in a file there is no width
             )
 
     def _render(self) -> Panel:
@@ -155,12 +156,19 @@ def _table(history: list[Metrics]) -> Table:
     return table
 
 
+def _beside(steps: list[int]) -> tuple[float, float]:
+    """The first and the last step, with room beside them: a label in the corner would be cut."""
+    span = max(steps[-1] - steps[0], 1)
+    return steps[0] - 0.02 * span, steps[0] + 1.02 * span
+
+
 def save_picture(history: list[Metrics], path: Path, title: str) -> None:
     """Success and reward by step, as a PNG."""
     import matplotlib as mpl  # here: it takes a second that the first screen need not wait for
 
     mpl.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     steps = [metrics["step"] for metrics in history]
     means = [recent(history[: index + 1]) for index in range(len(history))]
@@ -169,7 +177,8 @@ def save_picture(history: list[Metrics], path: Path, title: str) -> None:
     axes.plot(steps, [m["reward_mean"] for m in history], color="#f0a202", linewidth=1.2, label="mean reward")
     axes.plot(steps, [m["success"] for m in history], ".-", color="#7cc6a4", linewidth=1, label="success")
     axes.plot(steps, means, color="#0b7a75", linewidth=2.6, label="success, last 10 steps")
-    axes.set(xlabel="GRPO step (64 rollouts each)", ylim=(0, 1.03), xlim=(steps[0], max(steps[-1], steps[0] + 1)))
+    axes.set(xlabel="GRPO step (64 rollouts each)", ylim=(0, 1.03), xlim=_beside(steps))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))  # there is no step 2.5
     axes.set_title(title, loc="left", fontsize=11)
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)

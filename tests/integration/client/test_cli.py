@@ -213,9 +213,15 @@ async def test_up_keeps_services_running_until_it_is_told_to_stop(tmp_path: Path
     code, out, err = await penstock("agents", "list", environment={"PENSTOCK_CONNECTION": str(connection)})
     assert code == 0 and "opencode" in out, err
     assert content["token"] not in out + err
+    for command in (("agents",), ("agents", "show", "opencode"), ("doctor", "--live", "--min-free-gb", "0")):
+        code, out, err = await penstock(*command, "--state-dir", str(state))
+        assert code == 0, (command, out, err)
+    code, _, err = await penstock("agents", "list", "--state-dir", str(state), environment={"PENSTOCK_TOKEN": "0" * 64})
+    assert code == 0, err
     process.send_signal(signal.SIGTERM)
     _, err_bytes = await process.communicate()
     assert process.returncode == 0, err_bytes
+    assert f"try: penstock agents --state-dir {state}, or".encode() in err_bytes, "what it says to try works"
     assert not connection.exists()
     for setting, problem in (("nobody.port=1", "is not SERVICE.NAME=VALUE"), ("driver.port=[", "is not YAML")):
         code, _, err = await penstock("up", "--state-dir", str(state), "--set", setting)

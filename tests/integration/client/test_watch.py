@@ -190,3 +190,32 @@ async def test_a_look_says_how_they_stand_or_that_there_are_none(
         invoke, "watch", "--once", "--state-dir", str(tmp_path / "none"), environment=connection, cwd=tmp_path
     )
     assert code == 3 and "penstock up" in err
+
+
+async def test_a_limit_leaves_groups_whole_and_says_what_it_leaves_out(
+    connection: dict[str, str], ps: Penstock, tmp_path: Path
+) -> None:
+    """with --ended 1 a group of two has both, in words and in JSON, and the older group is counted."""
+    for name in ("cut-a", "cut-b"):
+        await group_of(ps, 2, "cut", name)
+    code, out, err = await look("--run", "cut", "--ended", "1", environment=connection, cwd=tmp_path)
+    assert code == 0 and "2/2" in out and "cut-b" in out and "cut-a" not in out, (out, err)
+    assert "2 older rollouts not shown" in out and "2 older rollouts not shown" in err
+    code, out, err = await look("--run", "cut", "--ended", "1", "--json", environment=connection, cwd=tmp_path)
+    assert sorted(orjson.loads(line)["rollout_id"] for line in out.splitlines()) == ["cut-b-0", "cut-b-1"]
+    assert "2 older rollouts not shown" in err
+    code, out, err = await look("--run", "cut", environment=connection, cwd=tmp_path)
+    assert "4 rollouts" in out and "not shown" not in out + err
+
+
+async def test_a_program_that_waits_for_a_group_that_is_not_there_yet_says_so(
+    connection: dict[str, str], ps: Penstock, tmp_path: Path
+) -> None:
+    """A typo does not look like a long wait; a group that is created afterwards is watched to its end."""
+    watching = await start("watch", "--group", "later", environment=connection, cwd=tmp_path)
+    assert watching.stderr is not None
+    said = await watching.stderr.readline()
+    assert b"no rollout yet: group later; waiting for one to be created" in said
+    await group_of(ps, 1, "later", "later")
+    out, _ = await watching.communicate()
+    assert watching.returncode == 0 and b"later-0: completed" in out

@@ -31,7 +31,8 @@ PROGRAMS: Final[Mapping[str, str]] = {
     "penstock-sandbox": "likewise",
     "pip": "installs",
     "pytest": "a test suite",
-    "python": "the trainer of examples/trl wants torch: `make test-trl`",
+    "python": "the trainer of examples/trl wants torch: `make test-trl`; json.tool reads what a command printed: "
+    "tests/unit/client/test_cli.py",
     "source": "of the reader's shell",
     "systemctl": "changes the machine",
     "uv": "asks the package index",

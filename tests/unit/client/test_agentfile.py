@@ -58,10 +58,23 @@ def test_all_mistakes_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     assert all(field in str(caught.value) for field in named)
 
 
+def test_the_list_of_all_keys_is_told_once_and_each_mistake_has_its_line_of_the_error(tmp_path: Path) -> None:
+    """Three wrong keys are three short lines, not three times all keys in one."""
+    file = tmp_path / "agent.yaml"
+    file.write_text("name: x\nqqq: 1\nzzz: 2\nargs: []\n")
+    with pytest.raises(InvalidArgument) as caught:
+        load_spec(file)
+    first, second, third = caught.value.violations
+    assert "there are argv, " in first.description and "default_timeout_s" in first.description
+    assert (second.description, third.description) == ("no such key", "no such key; did you mean argv?")
+    assert caught.value.message == f"{file} is no agent spec"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name: x\nargs: []", "args: no such key; there are argv"),
+        ("name: x\nargs: []", "args: no such key; did you mean argv?"),
+        ("name: x\nzzz: []", "zzz: no such key; there are argv"),
         ("name: x\ninstruction: {method: fax}", "instruction.method: 'fax' is none of file, stdin, argv"),
         ("name: x\nargv: cat", "argv: expected a list"),
         ("name: x\nenv: []", "env: expected a mapping"),

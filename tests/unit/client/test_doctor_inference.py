@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.cli import doctor_live
 from penstock.cli.doctor_inference import finding, look_at_inference
+from penstock.cli.findings import of_error
+from penstock.client import Endpoints, Unavailable
 from penstock.client.chat import LogprobsMode
 from penstock.client.engine import EngineInfo
+from penstock.client.errors import Unauthenticated
+from penstock.client.operations import Trouble
 
 
 def info(*capabilities: str, mode: LogprobsMode = LogprobsMode.UNSPECIFIED) -> EngineInfo:
@@ -52,3 +57,28 @@ def test_a_service_that_is_configured_and_silent_is_a_finding_and_none_at_all_is
     monkeypatch.delenv("PENSTOCK_INFERENCE_ADDRESS")
     monkeypatch.setenv("PENSTOCK_SANDBOX_ADDRESS", "127.0.0.1:9")
     assert look_at_inference() == []
+
+
+def test_a_service_that_refuses_or_cannot_answer_yet_is_not_called_missing() -> None:
+    """It is there: what has to be mended is the token, or what it waits for."""
+    refuses = Unauthenticated("A token is needed", reason="CREDENTIAL_MISSING")
+    told = of_error("inference service", "127.0.0.1:1", refuses, "the defaults", {})
+    assert (told.failing, told.found) == ("refused", "at 127.0.0.1:1; A token is needed")
+    waits = of_error("inference service", "127.0.0.1:1", Unavailable("no model", reason="UPSTREAM"), "x.json", {})
+    assert waits.failing == "not ready" and "no model" in waits.found and "--live" in waits.advice
+    silent = of_error("inference service", "127.0.0.1:1", TimeoutError(), "x.json", {})
+    assert silent.failing == "silent" and "x.json" in silent.advice
+
+
+def test_a_token_that_all_services_refuse_is_told_once() -> None:
+    """Four times the same four hundred characters hide what else there is."""
+    endpoints = Endpoints(token="wrong", token_origin="PENSTOCK_TOKEN")
+    troubles = [
+        Trouble(service=name, reason="CREDENTIAL_INVALID", message=f"said by {name}", advice="a", grave=True)
+        for name in ("sandbox", "driver")
+    ]
+    other = Trouble(service="inference", reason="SERVICE_OLD", message="m", advice="a", grave=False)
+    together, rest = doctor_live._told_once(endpoints, [*troubles, other])
+    assert together.service == "all" and "sandbox, driver" in together.message and rest == other
+    assert together.message.count("PENSTOCK_TOKEN") > 0 and "said by" not in together.message
+    assert doctor_live._told_once(endpoints, [troubles[0], other]) == [troubles[0], other]

@@ -119,3 +119,20 @@ def test_the_ca_comes_from_the_environment_or_the_connection_file(
         resolve()
     monkeypatch.setenv("PENSTOCK_CA_FILE", "/elsewhere/ca.pem")
     assert resolve().tls == Tls(Path("/elsewhere/ca.pem"))
+
+
+def test_a_connection_file_that_is_named_and_not_there_is_said_to_be_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever names a file means it: the defaults would be refused, and for another reason."""
+    monkeypatch.setenv("PENSTOCK_CONNECTION", str(tmp_path / "nosuch.json"))
+    with pytest.raises(ConfigurationError, match=r"names .*nosuch.json, which does not") as told:
+        resolve()
+    assert told.value.reason == "CONNECTION_FILE_ABSENT"
+    assert resolve("127.0.0.1", "token").token == "token", "what the caller says comes first"
+
+
+def test_who_sent_no_token_is_told_of_the_state_directory_and_whether_there_is_the_usual_file() -> None:
+    """`penstock up --state-dir DIR` writes its file there, where no command looks by itself."""
+    advice = resolve().token_advice
+    assert "--state-dir" in advice and f"{connection_file()} is read, which does not exist" in advice

@@ -112,6 +112,8 @@ def test_a_task_that_does_not_hold_is_refused_with_the_field_and_the_reason(
         ("budgets: {call_rate: {calls: 1, period: 100000}}", "budgets.call_rate.period", "must be at most 86400"),
         ("keep_diff: maybe", "keep_diff", "must be true or false"),
         ("setup: {a: b}", "setup", "must be a list"),
+        ("files: {a.txt: b}", "files", "must be a list of {path, content"),
+        ("sandbox: {setup_network: {hosts: a}}", "sandbox.setup_network.hosts", "must be a list of texts"),
         ("sandbox: {setup_network: all}", "sandbox.setup_network", "must be 'open'"),
         ("sandbox: {setup_network: {hosts: [a], port: [1]}}", "sandbox.setup_network.port", "did you mean ports?"),
         ("metadata: {when: 2024-01-01}", "metadata.when", "in quotes"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+import shlex
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,10 +19,10 @@ from rich.console import Console, Group, RenderableType
 from penstock.cli import diff, replay, rows, show, turns, watch
 from penstock.cli.console import emit
 from penstock.cli.curve import Curve, Point, condensed, strip
-from penstock.cli.following import Chosen
+from penstock.cli.following import Chosen, whole_groups
 from penstock.cli.standing import Standing
 from penstock.cli.story import steps
-from penstock.client import bodies
+from penstock.client import bodies, wire_results
 from penstock.client.differences import compare
 from penstock.client.pieces import Pieces
 from penstock.client.recordings import Recording, Turn
@@ -44,6 +45,7 @@ from penstock.client.results import (
     VerifierCommand,
 )
 from penstock.client.trajectories import Branch, Finding, RecordedToolCall, Reward
+from penstock.driver.v1 import rollout_pb2
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 HOSTILE = [
@@ -305,6 +307,61 @@ def test_groups_have_their_mean_and_spread_and_the_curve_runs_through_them() -> 
     assert points == [Point(0.0, 0.5, 1.0), Point(1.0, 1.0, 1.0)] and "2 groups" in caption
 
 
+def standing_of(items: Sequence[RolloutSummary], ended_limit: int = 10_000, most: int = 10_000) -> Standing:
+    """All of them told at once."""
+    standing = Standing(ended_limit, most)
+    standing.apply(RolloutChanges(tuple(items), (), True))
+    return standing
+
+
+def test_a_group_is_shown_whole_whatever_the_limit_and_what_is_not_shown_is_counted() -> None:
+    """a group's mean is of all of it; three of eight with the mean of three look like a group of three."""
+    items = [summary(n, group_id=f"g{n // 8}", index=n % 8, reward=Reward(float(n % 8 < 5))) for n in range(24)]
+    standing = standing_of(items, ended_limit=3)
+    [group] = standing.groups()
+    assert (group.group_id, group.ended, len(group.rollouts), group.mean) == ("g2", 8, 8, 0.625)
+    assert (len(standing.rollouts()), standing.hidden) == (8, 16)
+    assert "8 rollouts (16 older rollouts not shown)" in watch._summary(standing).plain
+    running = replace(items[0], phase=Phase.RUNNING, end_time=None, reward=None)
+    alone = standing_of([running, *items[1:]], ended_limit=0)
+    assert [len(group.rollouts) for group in alone.groups()] == [8], "the ended siblings of one that runs"
+
+
+def test_everything_that_the_driver_tells_is_shown_by_default() -> None:
+    """the curve of a run of 184 groups begins with the first of them."""
+    standing = standing_of([summary(n, group_id=f"g{n // 8}") for n in range(1472)], Chosen().ended_limit)
+    assert (len(standing.rollouts()), len(standing.groups()), standing.hidden) == (1472, 184, 0)
+    assert "not" not in watch._summary(standing).plain
+
+
+def test_what_is_held_stays_bounded_however_long_it_is_watched_and_groups_stay_whole() -> None:
+    """Rollouts that end for weeks do not fill the memory of who watches them, and it is said."""
+    standing = standing_of([], ended_limit=20, most=20)
+    for n in range(0, 4000, 8):
+        items = [summary(n + i, group_id=f"g{n // 8}", index=i) for i in range(8)]
+        standing.apply(RolloutChanges(tuple(items)))
+        assert len(standing) <= 20 + 8 + 500 + 8
+    assert standing.older and "none told that ended before" in watch._summary(standing).plain
+    assert {len(group.rollouts) for group in standing.groups()} == {8}
+
+
+async def test_a_group_that_the_drivers_bound_cuts_is_asked_for_by_itself() -> None:
+    """Of the oldest group only a part is among the newest; the rest comes before the whole has been told."""
+    items = [summary(n, group_id=f"g{n // 4}", index=n % 4, create_time=NOW + timedelta(n // 4)) for n in range(12)]
+    asked: list[str | None] = []
+
+    async def told(group_id: str | None) -> AsyncGenerator[RolloutChanges, None]:
+        asked.append(group_id)
+        yield RolloutChanges(tuple(item for item in items if item.group_id == group_id) if group_id else (*items[6:],))
+        yield RolloutChanges((), (), True)
+
+    standing = Standing(6, 6)
+    async for change in whole_groups(told, most=6):
+        standing.apply(change)
+    assert asked == [None, "g1"]
+    assert [len(group.rollouts) for group in standing.groups()] == [4, 4]
+
+
 def test_what_somebody_cancelled_is_counted_by_that_name_and_not_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that has its results cancels its spares: nothing of it failed. One of something is said so."""
 
@@ -386,3 +443,24 @@ def test_a_character_of_several_tokens_is_read_whole() -> None:
     vocabulary = {"model": {"vocab": {"\u00c3": 0, "\u00a9": 1}}, "decoder": {"type": "ByteLevel"}}
     found = Pieces(orjson.dumps(vocabulary))
     assert found.whole([0, 1]) == "\u00e9" and found.text(0) == "\ufffd"
+
+
+def test_of_two_mappings_only_the_keys_that_differ_are_shown() -> None:
+    """Ten fields of sampling of which one differs are a line of one field each."""
+    left, right = ({"top_p": 1.0, "temperature": value, "stop": []} for value in (0.0, 1.0))
+    one, other = (replace(hostile("x"), turns=(turn(sampling=sampling),)) for sampling in (left, right))
+    told = drawn(diff.drawn(compare(one, other), one, other), 200)
+    assert '{"temperature":0.0}' in told and '{"temperature":1.0}' in told and "top_p" not in told
+    assert diff._without_what_is_alike({"a": 1}, {"a": 1, "b": None}) == (None, {"b": None})
+    assert diff._without_what_is_alike("a", {"b": 1}) == ("a", {"b": 1})
+
+
+def test_a_command_is_one_line_quoted_as_a_shell_reads_it() -> None:
+    """A verifier of seven lines is not an answer to what happens now; its words are told apart."""
+    sent = rollout_pb2.CommandFinished(phase=rollout_pb2.PHASE_VERIFYING)
+    sent.command.argv.args.extend(["bash", "-c", "set -e\ntest 'a b'\ntrue"])
+    command = wire_results.command_finished(sent).command
+    assert shlex.split(command) == ["bash", "-c", "set -e\ntest 'a b'\ntrue"]
+    done = CommandFinished(Phase.VERIFYING, 0, command, Exit("exited", 0, None, "", 1.0), b"", b"")
+    shown = drawn(filter(None, [show.event(RolloutEvent(1, "r", NOW, done))]), 120)
+    assert shown.count("\n") == 1 and shown.startswith("$ bash -c 'set -e ... and 2 lines  [")

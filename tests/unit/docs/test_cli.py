@@ -27,3 +27,13 @@ def test_every_command_that_prints_a_result_prints_it_as_json_when_asked() -> No
         WITHOUT
     )
     assert json_shapes().keys() == found.keys() - WITHOUT
+
+
+def test_every_command_that_talks_to_services_takes_their_state_directory() -> None:
+    """`penstock up --state-dir DIR` names the option; a command without it could not reach what that started."""
+    without = WITHOUT | {
+        "agents new", "conformance", "credentials", "eval diff", "eval report", "eval show", "tasks build",
+        "tasks check", "tasks import", "verify",
+    }  # fmt: skip
+    found = {name for name, command in commands().items() if any("--state-dir" in p.opts for p in command.params)}
+    assert commands().keys() - found == without

@@ -87,6 +87,8 @@ def test_a_directory_without_results_and_a_line_that_is_none_are_named(tmp_path:
     with pytest.raises(InvalidArgument, match=r"eval\.json") as caught:
         read_config(tmp_path)
     assert caught.value.reason == "EVAL_UNREADABLE"
+    with pytest.raises(InvalidArgument, match=r"no results of an evaluation: there is no such directory$"):
+        read_config(tmp_path / "nosuch")
     (tmp_path / CONFIG_FILE).write_text('{"schema": 99, "tasks": {}}')
     with pytest.raises(InvalidArgument, match="schema 99"):
         read_config(tmp_path)

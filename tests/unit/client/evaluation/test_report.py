@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.client import ConfigurationError
-from penstock.client.evaluation import Attempt, Ran, summarise
+from penstock.client.evaluation import Attempt, Ran, plots, summarise
 from penstock.client.evaluation.report import check_plots, write_report
 
 HOSTILE = (
@@ -117,3 +117,31 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch: pytest.M
     with pytest.raises(ConfigurationError, match=r"penstock\[report\]") as caught:
         check_plots()
     assert caught.value.reason == "MATPLOTLIB_MISSING"
+
+
+def test_a_legend_stands_above_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the axes it covers a bar wherever bars happen to be."""
+    figures: list[Any] = []
+
+    def keep(figure: Any) -> str:
+        figures.append(figure)
+        return "<svg></svg>"
+
+    monkeypatch.setattr(plots, "_svg", keep)
+    attempts = hostile_attempts()
+    plots.plots(attempts, summarise(attempts, {"a"}, len(attempts)))
+    with_legend = [axes for figure in figures for axes in figure.axes if axes.get_legend() is not None]
+    assert len(with_legend) >= 3
+    for axes in with_legend:
+        axes.figure.draw_without_rendering()
+        assert axes.get_legend().get_window_extent().y0 >= axes.get_window_extent().y1 - 1
+
+
+def test_the_page_follows_a_dark_scheme_and_shows_all_columns_on_a_narrow_screen(tmp_path: Path) -> None:
+    """At 390 px every number of a task says what it is of; nothing has a least width beyond that."""
+    text, seen = page(tmp_path, hostile_attempts(), {"name": "n"})
+    assert "@media (prefers-color-scheme: dark)" in text and "min-width: 36rem" not in text
+    cells = [found["data-of"] for tag, found in seen.elements if tag == "td" and "data-of" in found]
+    assert cells == ["graded", "passed", "pass@1", "reward", "seconds", "left out"]
+    assert ".tasks td.n::before" in text
+    assert "0.467" in seen.text and "±" not in seen.text

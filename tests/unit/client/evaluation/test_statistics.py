@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.client.evaluation.statistics import estimate, mean, pass_at_k, wilson
+from penstock.client.evaluation.statistics import bounded_mean, estimate, mean, pass_at_k, wilson
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -83,3 +83,32 @@ def test_a_mean_has_half_a_width_and_nothing_has_none() -> None:
     found = mean([0.0, 1.0])
     assert found is not None
     assert found == pytest.approx((0.5, 1.96 * 0.5), abs=1e-3)
+
+
+_REWARDS = st.dictionaries(
+    st.text("abcdefgh", min_size=1, max_size=4), st.lists(st.floats(-2.0, 3.0), max_size=6), max_size=8
+)
+
+
+@given(_REWARDS)
+def test_the_interval_of_a_mean_reward_stays_within_the_range_of_rewards(rewards: dict[str, list[float]]) -> None:
+    """A reward between 0 and 1 that is 0.5 give or take 0.98 is no statement about it."""
+    found = bounded_mean(rewards, -2.0, 3.0)
+    assert (found is None) == (not any(rewards.values()))
+    if found is not None:
+        assert -2.0 <= found.low <= found.value <= found.high <= 3.0
+
+
+def test_the_interval_of_rewards_of_0_and_1_is_that_of_pass_at_1() -> None:
+    """One method for both, so that they do not contradict each other."""
+    rewards = {"a": [1.0, 1.0], "b": [0.0, 0.0], "c": [1.0, 0.0]}
+    found, rate = bounded_mean(rewards, 0.0, 1.0), estimate({"a": (2, 2), "b": (2, 0), "c": (2, 1)}, 1)
+    assert found is not None and rate is not None
+    assert (found.value, found.low, found.high) == pytest.approx((rate.value, rate.low, rate.high))
+    scaled = bounded_mean({task: [10 * value - 5 for value in values] for task, values in rewards.items()}, -5.0, 5.0)
+    assert scaled is not None
+    assert (scaled.low, scaled.high) == pytest.approx((10 * rate.low - 5, 10 * rate.high - 5))
+    two = bounded_mean({"a": [1.0], "b": [0.0]}, 0.0, 1.0)
+    assert two is not None and 0.0 < two.low < 0.1 and 0.9 < two.high < 1.0
+    alike = bounded_mean({"a": [2.0], "b": [2.0]}, 2.0, 2.0)
+    assert alike is not None and (alike.low, alike.value, alike.high) == (2.0, 2.0, 2.0)

@@ -13,8 +13,8 @@ import yaml
 from rich.markup import escape
 
 from penstock.cli.completing import agent_names
-from penstock.cli.console import FAILED, OK, columns, emit, out, quoted, read, run
-from penstock.cli.options import AsJson, Backend
+from penstock.cli.console import FAILED, OK, columns, emit, out, quoted, read, run, usage_error
+from penstock.cli.options import AsJson, Backend, StateDir
 from penstock.cli.scaffold import scaffold
 from penstock.cli.services import services
 from penstock.client.agentfile import dump_spec, load_spec
@@ -32,24 +32,30 @@ app = typer.Typer(help="List, show, check and register agents.", invoke_without_
 
 
 @app.callback()
-def agents(context: typer.Context, as_json: AsJson = False) -> None:
+def agents(context: typer.Context, as_json: AsJson = False, state_dir: StateDir = None) -> None:
     """List the agents when no command is given."""
     if context.invoked_subcommand is None:
-        run(_list(as_json))
+        run(_list(as_json, state_dir))
+    elif state_dir is not None:
+        usage_error(
+            f"--state-dir stands behind the command: penstock agents {context.invoked_subcommand} --state-dir DIR"
+        )
 
 
 @app.command("list")
-def list_(as_json: AsJson = False) -> None:
+def list_(as_json: AsJson = False, state_dir: StateDir = None) -> None:
     """All agents that can be run."""
-    run(_list(as_json))
+    run(_list(as_json, state_dir))
 
 
 @app.command()
 def show(
-    name: Annotated[str, typer.Argument(help="The agent's name.", autocompletion=agent_names)], as_json: AsJson = False
+    name: Annotated[str, typer.Argument(help="The agent's name.", autocompletion=agent_names)],
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
 ) -> None:
     """An agent's spec, as the file that `register` takes."""
-    run(_show(name, as_json))
+    run(_show(name, as_json, state_dir))
 
 
 @app.command()
@@ -96,21 +102,26 @@ def check(
     ] = False,
     backend: Backend = "",
     as_json: AsJson = False,
+    state_dir: StateDir = None,
 ) -> None:
     """Certify an agent: read its spec, install it, run it once. A file's agent is only read unless you say more."""
     is_file = agent.endswith((".yaml", ".yml")) or "/" in agent
-    run(_check(Path(agent) if is_file else agent, install or not is_file, trial, backend, as_json))
+    run(_check(Path(agent) if is_file else agent, install or not is_file, trial, backend, as_json, state_dir))
 
 
 @app.command()
-def register(spec: Annotated[Path, typer.Argument(help="YAML file with the spec.")], as_json: AsJson = False) -> None:
+def register(
+    spec: Annotated[Path, typer.Argument(help="YAML file with the spec.")],
+    as_json: AsJson = False,
+    state_dir: StateDir = None,
+) -> None:
     """Add an agent of your own, or a new version of it."""
-    run(_register(spec, as_json))
+    run(_register(spec, as_json, state_dir))
 
 
-async def _list(as_json: bool) -> int:
+async def _list(as_json: bool, state_dir: Path | None) -> int:
     table = columns("agent", "version", "speaks", "options", "description")
-    async with services() as ps:
+    async with services(state_dir=state_dir) as ps:
         async for agent in ps.agents.list():
             if as_json:
                 emit(_shape(agent))
@@ -140,8 +151,8 @@ def _shape(agent: Agent) -> dict[str, Any]:
     }
 
 
-async def _show(name: str, as_json: bool) -> int:
-    async with services() as ps:
+async def _show(name: str, as_json: bool, state_dir: Path | None) -> int:
+    async with services(state_dir=state_dir) as ps:
         agent = await ps.agents.get(name)
     if as_json:
         emit({**_shape(agent), "spec": yaml.safe_load(dump_spec(agent.spec))})
@@ -151,10 +162,12 @@ async def _show(name: str, as_json: bool) -> int:
     return OK
 
 
-async def _check(agent: Path | str, install: bool, trial: bool, backend: str, as_json: bool) -> int:
+async def _check(
+    agent: Path | str, install: bool, trial: bool, backend: str, as_json: bool, state_dir: Path | None
+) -> int:
     given = read(load_spec, agent) if isinstance(agent, Path) else agent
     failed = False
-    async with services() as ps:
+    async with services(state_dir=state_dir) as ps:
         async for finding in ps.agents.check(given, backend=backend, spec_only=not (install or trial)):
             failed |= _tell(finding, as_json)
         if trial and not failed:
@@ -208,9 +221,9 @@ def _tell(finding: CheckFinding, as_json: bool) -> bool:
     return finding.outcome == "failed"
 
 
-async def _register(spec: Path, as_json: bool) -> int:
+async def _register(spec: Path, as_json: bool, state_dir: Path | None) -> int:
     given = read(load_spec, spec)
-    async with services() as ps:
+    async with services(state_dir=state_dir) as ps:
         agent = await ps.agents.register(given)
     if as_json:
         emit(_shape(agent))

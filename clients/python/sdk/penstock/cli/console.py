@@ -46,10 +46,33 @@ EXIT_CODES: Final = (
 )
 
 
+_PADDING: Final = re.compile(r" +\n")
+
+
+def _end_unread() -> NoReturn:
+    """Ends the program: nobody reads its output any more."""
+    # What is still buffered has nowhere to go, and the interpreter would complain of it at its end.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(CLOSED)
+
+
+class _Unpadded(Console):
+    """For what is no terminal: no blanks at the ends of lines, with which a table fills its last column."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with self.capture() as captured:
+            super().print(*objects, **options)
+        try:
+            self.file.write(_PADDING.sub("\n", captured.get()))
+            self.file.flush()
+        except BrokenPipeError:
+            _end_unread()
+
+
 def _console(*, stderr: bool) -> Console:
-    """On a terminal as wide as that is; in a pipe or a file there is no width, and nothing is wrapped or cut."""
+    """On a terminal as wide as that is; in a pipe or a file nothing is wrapped, cut or padded."""
     console = Console(stderr=stderr, highlight=False)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=100_000)
+    return console if console.is_terminal else _Unpadded(stderr=stderr, highlight=False, width=100_000)
 
 
 out = _console(stderr=False)
@@ -79,9 +102,7 @@ def run(work: Coroutine[Any, Any, int]) -> None:
         err.print("interrupted")
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        # What is still buffered has nowhere to go, and the interpreter would complain of it at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(CLOSED)
+        _end_unread()
     except errors.PenstockError as error:
         if os.environ.get("PENSTOCK_DEBUG") == "1":
             raise

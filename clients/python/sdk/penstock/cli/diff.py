@@ -1,6 +1,6 @@
 """`penstock diff`: what differs between two rollouts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final
 
 import orjson
@@ -10,10 +10,9 @@ from rich.text import Text
 
 from penstock.cli.completing import recordings
 from penstock.cli.console import FAILED, OK, Indented, clean, columns, emit, out, quoted, run, usage_error
-from penstock.cli.options import AsJson, Tokenizer
+from penstock.cli.options import AsJson, StateDir, Tokenizer
 from penstock.cli.replay import read_recording
 from penstock.cli.services import services
-from penstock.cli.up import StateDir
 from penstock.client import Penstock
 from penstock.client.differences import Comparison, Divergence, Side, compare
 from penstock.client.recordings import Recording, of_rollout
@@ -83,9 +82,8 @@ def drawn(found: Comparison, left: Recording, right: Recording) -> Iterator[Rend
         yield Text()
         table = columns("", "", "A", "B")
         for item in found.differences:
-            table.add_row(
-                Text(item.part, "dim"), Text(clean(item.name)), _value(item.left, "red"), _value(item.right, "green")
-            )
+            one, other = _without_what_is_alike(item.left, item.right)
+            table.add_row(Text(item.part, "dim"), Text(clean(item.name)), _value(one, "red"), _value(other, "green"))
         yield table
     if found.divergence is not None:
         yield Text()
@@ -101,6 +99,15 @@ def drawn(found: Comparison, left: Recording, right: Recording) -> Iterator[Rend
         yield Text(clean(f"not compared: {line}"), style="yellow")
     same = "the same as far as compared" if found.unknown else "the same"
     yield Text(same if found.same else "they differ", style="bold green" if found.same else "bold red")
+
+
+def _without_what_is_alike(left: Any, right: Any) -> tuple[Any, Any]:
+    """Of two mappings, such as the sampling, the keys in which they differ."""
+    if not (isinstance(left, Mapping) and isinstance(right, Mapping)):
+        return left, right
+    differ = [name for name in {**left, **right} if (name in left, left.get(name)) != (name in right, right.get(name))]
+    one, other = ({name: side[name] for name in differ if name in side} for side in (left, right))
+    return one or None, other or None
 
 
 def _value(value: Any, style: str) -> Text:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.markup import escape
@@ -28,7 +28,7 @@ from penstock.cli.console import FAILED, OK, emit, out, run
 from penstock.cli.doctor_backends import look_at_backends
 from penstock.cli.doctor_inference import look_at_inference
 from penstock.cli.findings import Finding
-from penstock.cli.options import AsJson
+from penstock.cli.options import AsJson, StateDir
 from penstock.client.endpoints import SERVICES, state_dir
 
 _TIMEOUT_S: Final = 10.0
@@ -48,15 +48,16 @@ def doctor(
     min_free_gb: Annotated[
         float, typer.Option(min=0.0, help="With --live: GB that must be free where the services keep their state.")
     ] = 1.0,
+    state_dir: StateDir = None,
 ) -> None:
     """Say what this machine can do and what to install for the rest; with --live, what is wrong with the services."""
     if live:
-        run(doctor_live.live(as_json, patience, int(min_free_gb * 1e9)))
+        run(doctor_live.live(as_json, patience, int(min_free_gb * 1e9), state_dir))
         return
-    findings = [*(look() for look in CHECKS), *look_at_backends(), *look_at_inference()]
+    findings = [*(look() for look in CHECKS), *look_at_backends(state_dir), *look_at_inference(state_dir)]
     works = all(finding.ok for finding in findings if finding.required)
     if as_json:
-        report = {"local_backend": works, "findings": [asdict(finding) for finding in findings]}
+        report = {"local_backend": works, "findings": [_shape(finding) for finding in findings]}
         emit(report)
     else:
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -64,7 +65,7 @@ def doctor(
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for finding in findings:
-            mark = "[green]OK[/]" if finding.ok else "[red]missing[/]" if finding.required else "[yellow]missing[/]"
+            mark = "[green]OK[/]" if finding.ok else f"[{'red' if finding.required else 'yellow'}]{finding.failing}[/]"
             advice = f"\n[dim]{escape(finding.advice)}[/]" if finding.advice else ""
             table.add_row(mark, finding.name, escape(finding.found) + advice)
         out.print(table)
@@ -72,6 +73,10 @@ def doctor(
             "[green]The local backend works here.[/]" if works else "[red]The local backend cannot work here yet.[/]"
         )
     raise typer.Exit(OK if works else FAILED)
+
+
+def _shape(finding: Finding) -> dict[str, Any]:
+    return {**asdict(finding), "failing": None if finding.ok else finding.failing}
 
 
 def _python() -> Finding:

@@ -21,14 +21,15 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import orjson
 
-from penstock.cli.findings import Finding
+from penstock.cli.findings import Finding, of_error
+from penstock.cli.services import running
 from penstock.client import PenstockError, connect
-from penstock.client.endpoints import Endpoints, resolve
-from penstock.client.errors import ConfigurationError
+from penstock.client.endpoints import Endpoints
 
 _LIMIT_S: Final = 8.0
 _CALL_S: Final = 5.0
@@ -38,7 +39,7 @@ _MIN_DOCKER_API: Final = (1, 41)
 _SETTING: Final = "PENSTOCK_SANDBOX_"
 
 
-def look_at_backends() -> list[Finding]:
+def look_at_backends(state_dir: Path | None = None) -> list[Finding]:
     """A finding for each backend, and one for the sandbox service if there is one; in `_LIMIT_S` seconds at most."""
     looks: dict[str, Callable[[], Finding]] = {"docker": docker, "e2b": e2b, "hf": hf}
     found: dict[str, Finding] = {}
@@ -51,7 +52,7 @@ def look_at_backends() -> list[Finding]:
     threads = [threading.Thread(target=keep, args=item, daemon=True) for item in looks.items()]
     for thread in threads:
         thread.start()
-    service = _service()
+    service = _service(state_dir)
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     silent = "it did not answer in time"
@@ -61,13 +62,13 @@ def look_at_backends() -> list[Finding]:
 # A service that runs ------------------------------------------------------------------------------------------------
 
 
-def _service() -> Iterator[Finding]:
+def _service(state_dir: Path | None) -> Iterator[Finding]:
     """What a sandbox service says of its backends; nothing where none is configured and none answers."""
     name = "sandbox service"
     try:
-        endpoints = resolve()
-    except ConfigurationError as error:
-        yield _not_ok(name, str(error), "see the message", {})
+        endpoints = running(state_dir)
+    except PenstockError as error:
+        yield _not_ok(name, str(error), "", {})
         return
     if not endpoints.sandbox:
         return
@@ -76,10 +77,7 @@ def _service() -> Iterator[Finding]:
         yield asyncio.run(_asked(name, endpoints, details))
     except (PenstockError, OSError, TimeoutError) as error:
         if endpoints.origin != "the defaults":
-            told = "it did not answer in time" if isinstance(error, TimeoutError) else str(error)
-            yield _not_ok(
-                name, f"{endpoints.sandbox}: {told}", f"start it; its address is {endpoints.origin}'s", details
-            )
+            yield of_error(name, endpoints.sandbox, error, endpoints.origin, details)
 
 
 async def _asked(name: str, endpoints: Endpoints, details: Mapping[str, str | bool]) -> Finding:

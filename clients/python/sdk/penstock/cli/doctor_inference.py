@@ -5,13 +5,14 @@ An engine that asks somebody else's endpoint may have nothing to serve yet: then
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
-from penstock.cli.findings import Finding
+from penstock.cli.findings import Finding, of_error
+from penstock.cli.services import running
 from penstock.client import PenstockError, connect
-from penstock.client.endpoints import DEFAULT_PORTS, Endpoints, resolve
+from penstock.client.endpoints import DEFAULT_PORTS, Endpoints
 from penstock.client.engine import EngineInfo
-from penstock.client.errors import ConfigurationError
 
 _NAME: Final = "inference service"
 _CALL_S: Final = 5.0
@@ -19,11 +20,11 @@ _DEFAULT: Final = f"127.0.0.1:{DEFAULT_PORTS['inference']}"
 """Nobody need be there."""
 
 
-def look_at_inference() -> list[Finding]:
+def look_at_inference(state_dir: Path | None = None) -> list[Finding]:
     """One finding, where an inference service is configured or answers at its default address; otherwise none."""
     try:
-        endpoints = resolve()
-    except ConfigurationError:
+        endpoints = running(state_dir)
+    except PenstockError:
         return []  # whoever looks at the sandbox service tells it
     if not endpoints.inference:
         return []
@@ -33,12 +34,11 @@ def look_at_inference() -> list[Finding]:
     except PenstockError as error:
         if endpoints.inference == _DEFAULT and error.reason.startswith("TRANSPORT_"):
             return []
-        return [Finding(_NAME, False, False, f"at {endpoints.inference}; {error}", "see the message", details)]
-    except (OSError, TimeoutError):
+        return [of_error(_NAME, endpoints.inference, error, endpoints.origin, details)]
+    except (OSError, TimeoutError) as error:
         if endpoints.inference == _DEFAULT:
             return []
-        found = f"{endpoints.inference}: it does not answer"
-        return [Finding(_NAME, False, False, found, f"start it; its address is {endpoints.origin}'s", details)]
+        return [of_error(_NAME, endpoints.inference, error, endpoints.origin, details)]
 
 
 async def _asked(endpoints: Endpoints, details: Mapping[str, str | bool]) -> Finding:

@@ -7,15 +7,17 @@ grave, 1 when something is. It changes nothing.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from rich.markup import escape
 from rich.table import Table
 
 from penstock.cli.console import FAILED, OK, clean, emit, out
+from penstock.cli.services import running
 from penstock.client import Penstock, PenstockError, connect
-from penstock.client.endpoints import DEFAULT_PORTS, SERVICES, Endpoints, ServiceName, resolve
+from penstock.client.endpoints import DEFAULT_PORTS, SERVICES, Endpoints, ServiceName
 from penstock.client.errors import Unsupported
 from penstock.client.operations import ServiceStatus, Trouble
 
@@ -37,9 +39,9 @@ class Diagnosis:
         return not any(trouble.grave for trouble in self.troubles)
 
 
-async def live(as_json: bool, patience: float, min_free_bytes: int | None) -> int:
-    """Examines the services that a client finds; returns the exit code."""
-    diagnosis = await examine(resolve(), patience, min_free_bytes)
+async def live(as_json: bool, patience: float, min_free_bytes: int | None, state_dir: Path | None) -> int:
+    """Examines the services that run, as a client finds them; returns the exit code."""
+    diagnosis = await examine(running(state_dir), patience, min_free_bytes)
     if as_json:
         report = {
             "healthy": diagnosis.healthy,
@@ -58,7 +60,7 @@ async def examine(endpoints: Endpoints, patience: float = 60.0, min_free_bytes: 
         names = [name for name in SERVICES if endpoints.address(name)]
         asked = await asyncio.gather(*(_ask(ps, name, patience, min_free_bytes) for name in names))
         statuses = [status for status in asked if isinstance(status, ServiceStatus)]
-        troubles = [trouble for trouble in asked if isinstance(trouble, Trouble)]
+        troubles = _told_once(endpoints, [trouble for trouble in asked if isinstance(trouble, Trouble)])
         troubles += [trouble for status in statuses for trouble in status.troubles]
         troubles += [*_clocks(statuses), *_versions(statuses)]
         if {"sandbox", "driver"} <= {status.service for status in statuses}:
@@ -91,8 +93,19 @@ async def _ask(
             message=f"the {name} service at {address} does not answer: {error}" if absent else str(error),
             advice=f"start it, or correct its address (found in {ps.endpoints.origin}); its log says why it ended"
             if absent
-            else "see the message; a token is refused by a service that was started with others",
+            else "a service refuses the token of another start than its own: the message says where this one is from",
         )
+
+
+def _told_once(endpoints: Endpoints, troubles: Sequence[Trouble]) -> list[Trouble]:
+    """One token that several services refuse is one trouble."""
+    refused = [trouble for trouble in troubles if trouble.reason.startswith("CREDENTIAL_")]
+    if len(refused) < 2:
+        return list(troubles)
+    names = ", ".join(trouble.service for trouble in refused)
+    message = f"refused by the services {names}. {endpoints.token_advice}"
+    together = replace(refused[0], service="all", message=message)
+    return [together, *(trouble for trouble in troubles if trouble not in refused)]
 
 
 def _clocks(statuses: Sequence[ServiceStatus]) -> list[Trouble]:

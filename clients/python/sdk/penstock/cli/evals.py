@@ -28,12 +28,13 @@ from penstock.cli.options import (
     MaxCalls,
     Seed,
     SkipPermissions,
+    StateDir,
     UpstreamChoice,
     UpstreamModel,
     agent_choice,
     rollout_options,
 )
-from penstock.cli.up import Engine, ModelDir, Script, StateDir, model_choice
+from penstock.cli.up import Engine, ModelDir, Script, model_choice
 from penstock.client import Mode, Sampling, Task
 from penstock.client.evaluation import (
     Attempt,

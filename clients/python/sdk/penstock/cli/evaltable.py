@@ -54,7 +54,7 @@ def _totals(summary: Summary) -> list[RenderableType]:
     for k, found in summary.pass_at.items():
         lines.append(Text.assemble((f"pass@{k} ", "bold"), rate(found)))
     if summary.reward is not None:
-        lines.append(Text.assemble(("reward ", "bold"), f"{summary.reward[0]:.3f} ± {summary.reward[1]:.3f}"))
+        lines.append(Text.assemble(("reward ", "bold"), rate(summary.reward)))
     for name, count in summary.excluded.items():
         lines.append(Text(clean(f"not graded, counts nowhere: {counted(count, 'attempt')}, {name}"), style="yellow"))
     for name, count in summary.ended.items():
@@ -65,7 +65,7 @@ def _totals(summary: Summary) -> list[RenderableType]:
 
 
 def rate(found: Estimate) -> str:
-    """A rate with its interval."""
+    """A rate, or a mean reward, with its interval."""
     of = f"{counted(found.tasks, 'task')}, {counted(found.attempts, 'attempt')}"
     return f"{found.value:.3f}  95 % {found.low:.3f} to {found.high:.3f}  ({of})"
 
@@ -125,7 +125,8 @@ def differences(found: Comparison, before: str, after: str) -> RenderableType:
         if tasks:
             lines.append(Text(clean(f"only {name}: {', '.join(tasks)}"), style="dim"))
     if found.difference is not None:
-        low, high = found.difference - found.half_width, found.difference + found.half_width
+        # Rates differ by 1 at most; the normal interval of few tasks says more.
+        low, high = max(-1.0, found.difference - found.half_width), min(1.0, found.difference + found.half_width)
         sure = "clear of zero" if low > 0 or high < 0 else "zero is within it"
         line = (
             f"{found.difference:+.3f}  95 % {low:+.3f} to {high:+.3f} over {counted(len(found.tasks), 'task')}: {sure}"

@@ -8,9 +8,8 @@ from rich.markup import escape
 
 from penstock.cli import completing
 from penstock.cli.console import FAILED, OK, clean, counted, emit, err, out, run, usage_error
-from penstock.cli.options import AsJson, Labels, directory_of, label_filter
+from penstock.cli.options import AsJson, Labels, StateDir, directory_of, label_filter
 from penstock.cli.services import services
-from penstock.cli.up import StateDir
 from penstock.client import InvalidArgument
 from penstock.client.export import Format, Table, format_of, write
 

@@ -6,11 +6,13 @@ program is told.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.cli.services import running
+from penstock.cli.standing import MOST_ENDED
 from penstock.client import (
     ConfigurationError,
     InvalidArgument,
@@ -21,7 +23,6 @@ from penstock.client import (
     Unsupported,
     connect,
 )
-from penstock.client.endpoints import Endpoints, of_state_dir
 from penstock.client.errors import PermissionDenied, Unauthenticated
 from penstock.client.results import RolloutChanges, RolloutSummary
 from penstock.client.rpc import Backoff
@@ -38,8 +39,8 @@ class Chosen:
     task_id: str | None = None
     agent: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
-    ended_limit: int = 1000
-    """Of those that have ended already, the newest."""
+    ended_limit: int = MOST_ENDED
+    """Of those that have ended, so many of the newest are shown, and the rest of their groups."""
     state_dir: Path | None = None
 
     def __str__(self) -> str:
@@ -76,7 +77,7 @@ async def follow(chosen: Chosen, *, waits: bool = True) -> AsyncGenerator[Rollou
     while True:
         error: PenstockError = Unavailable("The driver ended the stream", reason="STREAM_ENDED")
         try:
-            async with connect(_endpoints(chosen)) as ps, aclosing(_changes(ps, chosen)) as changes:
+            async with connect(running(chosen.state_dir)) as ps, aclosing(_changes(ps, chosen)) as changes:
                 told = False
                 async for change in changes:
                     if not told:
@@ -105,7 +106,7 @@ async def once(chosen: Chosen) -> RolloutChanges:
         PenstockError: whatever came in the way.
     """
     found: list[RolloutSummary] = []
-    async with connect(_endpoints(chosen)) as ps, aclosing(_changes(ps, chosen)) as changes:
+    async with connect(running(chosen.state_dir)) as ps, aclosing(_changes(ps, chosen)) as changes:
         async for change in changes:
             found += change.rollouts
             if change.complete:
@@ -113,25 +114,53 @@ async def once(chosen: Chosen) -> RolloutChanges:
     return RolloutChanges(tuple(found), complete=True)
 
 
-def _endpoints(chosen: Chosen) -> Endpoints | None:
-    if chosen.state_dir is None:
-        return None
-    found = of_state_dir(chosen.state_dir)
-    if found is None:
-        what = f"No services run in {chosen.state_dir}: `penstock up --state-dir {chosen.state_dir}` starts them"
-        raise Unavailable(what, reason="STACK_NOT_RUNNING")
-    return found
-
-
 def _changes(ps: Penstock, chosen: Chosen) -> AsyncGenerator[RolloutChanges, None]:
-    return ps.rollouts.watch(
-        run_id=chosen.run_id,
-        group_id=chosen.group_id,
-        labels=chosen.labels,
-        task_id=chosen.task_id,
-        agent=chosen.agent,
-        ended_limit=chosen.ended_limit,
-    )
+    def watch(group_id: str | None) -> AsyncGenerator[RolloutChanges, None]:
+        return ps.rollouts.watch(
+            run_id=chosen.run_id,
+            group_id=group_id or chosen.group_id,
+            labels=chosen.labels,
+            task_id=chosen.task_id,
+            agent=chosen.agent,
+            ended_limit=MOST_ENDED,
+        )
+
+    return whole_groups(watch)
+
+
+async def whole_groups(
+    watch: Callable[[str | None], AsyncGenerator[RolloutChanges, None]], most: int = MOST_ENDED
+) -> AsyncGenerator[RolloutChanges, None]:
+    """What `watch` tells of all (None), with what the driver's bound cut off from groups before all has been told.
+
+    Args:
+        watch: a stream of all rollouts, or of a group's.
+        most: so many that have ended the driver tells at most, the newest.
+    """
+    told: list[RolloutSummary] | None = []
+    async with aclosing(watch(None)) as changes:
+        async for change in changes:
+            if told is not None:
+                told += change.rollouts
+                if change.complete:
+                    for group_id in _cut(told, most):
+                        async with aclosing(watch(group_id)) as siblings:
+                            async for part in siblings:
+                                yield RolloutChanges(part.rollouts)
+                                if part.complete:
+                                    break
+                    told = None
+            yield change
+
+
+def _cut(told: list[RolloutSummary], most: int) -> list[str]:
+    """Groups of which some may have ended too long ago to be told: a group's rollouts are created together."""
+    ended = [item.create_time for item in told if item.ended and item.create_time is not None]
+    if len(ended) < most or not ended:
+        return []
+    oldest = min(ended)
+    early = (item for item in told if item.create_time is None or item.create_time <= oldest)
+    return sorted({item.group_id for item in early if item.group_id is not None})
 
 
 def _words(error: PenstockError) -> str:

@@ -10,8 +10,7 @@ import typer
 from rich.markup import escape
 
 from penstock.cli.console import FAILED, OK, clean, emit, out, run, usage_error
-from penstock.cli.options import AsJson
-from penstock.cli.up import StateDir
+from penstock.cli.options import AsJson, StateDir
 from penstock.client import Penstock, connect
 from penstock.client.endpoints import of_state_dir
 from penstock.client.export import Row, read_rows

@@ -13,9 +13,9 @@ import typer
 from rich.markup import escape
 
 from penstock.cli.console import OK, emit, err, out, run, usage_error
-from penstock.cli.options import AsJson
+from penstock.cli.options import AsJson, StateDir
 from penstock.cli.services import services
-from penstock.cli.up import Engine, ModelDir, Script, StateDir, model_choice
+from penstock.cli.up import Engine, ModelDir, Script, model_choice
 from penstock.client import Penstock
 from penstock.client.access import check_access
 

@@ -36,6 +36,7 @@ Tokenizer = Annotated[
     Path | None,
     typer.Option(exists=True, help="tokenizer.json of a file's tokens, or its directory; to read what was sampled."),
 ]
+StateDir = Annotated[Path | None, typer.Option(help="Where the services keep their state; default: per user.")]
 Labels = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Only with this label; repeat.")]
 
 

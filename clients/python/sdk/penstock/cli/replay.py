@@ -12,12 +12,11 @@ from rich.text import Text
 
 from penstock.cli.completing import recordings
 from penstock.cli.console import OK, clean, emit, out, run, usage_error
-from penstock.cli.options import AsJson, Tokenizer
+from penstock.cli.options import AsJson, StateDir, Tokenizer
 from penstock.cli.screen import Screen, interactive
 from penstock.cli.services import services
 from penstock.cli.shapes import event_shape, recording_shape, turn_shape
 from penstock.cli.story import Step, steps
-from penstock.cli.up import StateDir
 from penstock.client.recordings import Recording, of_files, of_rollout
 
 _HELP: Final = "n next  p back  g first  G last  up/down scroll  t tokens  q quit"

@@ -23,13 +23,14 @@ from penstock.cli.options import (
     MaxCalls,
     Seed,
     SkipPermissions,
+    StateDir,
     UpstreamChoice,
     UpstreamModel,
     agent_choice,
     rollout_options,
 )
 from penstock.cli.shapes import event_shape
-from penstock.cli.up import Engine, ModelDir, Script, StateDir, model_choice
+from penstock.cli.up import Engine, ModelDir, Script, model_choice
 from penstock.client import (
     AgentChoice,
     ArtifactCollected,

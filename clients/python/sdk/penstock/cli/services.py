@@ -10,7 +10,7 @@ from typing import Any
 from rich.markup import escape
 
 from penstock.cli.console import err
-from penstock.client import Endpoints, Penstock, connect
+from penstock.client import Endpoints, Penstock, Unavailable, connect
 from penstock.client.endpoints import of_state_dir, resolve
 from penstock.client.stack import LocalStack, UpstreamEndpoint
 
@@ -53,6 +53,22 @@ class ModelChoice:
         )
 
 
+def running(state_dir: Path | None) -> Endpoints:
+    """Services that run: those of a state directory, or those that a client finds without one.
+
+    Raises:
+        Unavailable: `STACK_NOT_RUNNING`, nothing runs in the directory.
+        ConfigurationError: what says where they are does not hold.
+    """
+    if state_dir is None:
+        return resolve()
+    found = of_state_dir(state_dir)
+    if found is None:
+        what = f"No services run in {state_dir}: `penstock up --state-dir {state_dir}` starts them"
+        raise Unavailable(what, reason="STACK_NOT_RUNNING")
+    return found
+
+
 @asynccontextmanager
 async def services(
     choice: ModelChoice | None = None,
@@ -66,8 +82,8 @@ async def services(
     is started.
     """
     choice = choice or ModelChoice()
-    endpoints = resolve() if state_dir is None else of_state_dir(state_dir)
-    if not choice.given and endpoints is not None and (endpoints.origin != "the defaults" or await _answers(endpoints)):
+    endpoints = None if choice.given else resolve() if state_dir is None else of_state_dir(state_dir)
+    if endpoints is not None and (endpoints.origin != "the defaults" or await _answers(endpoints)):
         async with connect(endpoints) as ps:
             yield ps
         return

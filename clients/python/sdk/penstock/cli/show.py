@@ -4,7 +4,7 @@ import orjson
 from rich.console import RenderableType
 from rich.text import Text
 
-from penstock.cli.console import clean, quoted
+from penstock.cli.console import clean, counted, quoted
 from penstock.client import (
     AgentEvent,
     AgentExited,
@@ -47,8 +47,10 @@ def event(item: RolloutEvent) -> RenderableType | None:
 
 
 def _command(said: CommandFinished) -> RenderableType:
+    first, _, rest = said.command.strip("\n").partition("\n")
+    more = f" ... and {counted(rest.count(chr(10)) + 1, 'line')}" if rest else ""
     line = Text.assemble(
-        ("$ ", "bold"), quoted(said.command, lines=3), (clean(f"  [{said.exit}, {said.exit.duration:.1f} s]"), "dim")
+        ("$ ", "bold"), quoted(first, lines=1), (clean(f"{more}  [{said.exit}, {said.exit.duration:.1f} s]"), "dim")
     )
     if said.exit.ok:
         return line

@@ -1,4 +1,8 @@
-"""Rollouts that are watched, as they stand: kept up to date by changes, summed up by group. Nothing here draws."""
+"""Rollouts that are watched, as they stand: kept up to date by changes, summed up by group. Nothing here draws.
+
+Invariants: a group is shown whole or not at all, since its mean and its spread are of all of it; what is held is
+bounded however long it is watched.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +16,10 @@ from penstock.cli.curve import Point
 from penstock.client.counting import counted
 from penstock.client.results import FailureCause, Phase, RolloutChanges, RolloutSummary
 
+MOST_ENDED: Final = 10_000
+"""Of those that have ended this many are held, the newest, and what their groups lack: a driver tells of no more."""
+_SLACK: Final = 500
+"""So many more may come before the oldest are let go: that looks at all of them."""
 _WINDOW: Final = 8
 """Rollouts of no group that make a point of the curve together."""
 _LONG_AGO: Final = datetime.min.replace(tzinfo=UTC)
@@ -56,16 +64,33 @@ class GroupStanding:
 
 
 class Standing:
-    """All rollouts that are watched."""
+    """All rollouts that are watched.
 
-    def __init__(self) -> None:
+    Args:
+        ended_limit: of those that have ended, the newest this many are shown, and the rest of their groups.
+        most: of those that have ended, the newest this many are held, and the rest of their groups.
+    """
+
+    def __init__(self, ended_limit: int = MOST_ENDED, most: int = MOST_ENDED) -> None:
+        self._limit = ended_limit
+        self._most = most
         self._rollouts: dict[str, RolloutSummary] = {}
         self._fresh: dict[str, RolloutSummary] | None = None
+        self._shown: list[RolloutSummary] | None = None
+        self._groups: list[GroupStanding] | None = None
+        self._prune_at = most + _SLACK
         self.complete = False
         """Whether everything has been told once."""
+        self.older = False
+        """Whether there may be some that ended before all that are held: the bound was reached."""
 
     def __len__(self) -> int:
         return len(self._rollouts)
+
+    @property
+    def hidden(self) -> int:
+        """How many are held and not shown."""
+        return len(self._rollouts) - len(self.rollouts())
 
     def begin(self) -> None:
         """Everything is told anew; what was known stays until it has been."""
@@ -85,39 +110,57 @@ class Standing:
         self.complete |= change.complete
         new = [item for item in told if self._rollouts.get(item.rollout_id) != item]
         self._rollouts.update((item.rollout_id, item) for item in new)
-        return new, [name for name in gone if self._rollouts.pop(name, None) is not None]
+        lost = [name for name in gone if self._rollouts.pop(name, None) is not None]
+        if self.complete and self._fresh is None and (change.complete or len(self._rollouts) > self._prune_at):
+            self._prune()
+        if new or lost or change.complete:
+            self._shown = self._groups = None
+        return new, lost
+
+    def _prune(self) -> None:
+        """Lets the oldest go."""
+        self.older |= sum(item.ended for item in self._rollouts.values()) >= self._most
+        kept = _newest(self._rollouts.values(), self._most)
+        self._rollouts = {item.rollout_id: item for item in kept}
+        self._prune_at = max(self._most, len(kept)) + _SLACK
 
     @property
     def ended(self) -> bool:
         """Whether there are rollouts, and all are over."""
         return bool(self._rollouts) and all(item.ended for item in self._rollouts.values())
 
-    def rollouts(self) -> list[RolloutSummary]:
-        """Those that run first, then the newest."""
-        newest = sorted(self._rollouts.values(), key=_created, reverse=True)
-        return sorted(newest, key=lambda item: item.ended)
+    def rollouts(self) -> Sequence[RolloutSummary]:
+        """Those that are shown: those that run first, then the newest."""
+        if self._shown is None:
+            newest = _newest(self._rollouts.values(), self._limit)
+            self._shown = sorted(newest, key=lambda item: item.ended)
+        return self._shown
 
-    def groups(self) -> list[GroupStanding]:
-        """Newest first."""
-        found = sorted(
-            (item for item in self._rollouts.values() if item.group_id is not None),
-            key=lambda item: (item.group_id or "", item.index),
-        )
-        made = [GroupStanding(name or "", tuple(items)) for name, items in groupby(found, lambda item: item.group_id)]
-        return sorted(made, key=lambda group: min(map(_created, group.rollouts)), reverse=True)
+    def groups(self) -> Sequence[GroupStanding]:
+        """Newest first, of those that are shown."""
+        if self._groups is None:
+            found = sorted(
+                (item for item in self.rollouts() if item.group_id is not None),
+                key=lambda item: (item.group_id or "", item.index),
+            )
+            made = [
+                GroupStanding(name or "", tuple(items)) for name, items in groupby(found, lambda item: item.group_id)
+            ]
+            self._groups = sorted(made, key=lambda group: min(map(_created, group.rollouts)), reverse=True)
+        return self._groups
 
     def phases(self) -> dict[Phase, int]:
         """How many stand where, in the order of phases."""
-        counts = Counter(item.phase for item in self._rollouts.values())
+        counts = Counter(item.phase for item in self.rollouts())
         return {phase: counts[phase] for phase in Phase if counts[phase]}
 
     def rewards(self) -> list[float]:
         """All of them."""
-        return [item.reward.value for item in self._rollouts.values() if item.reward is not None]
+        return [item.reward.value for item in self.rollouts() if item.reward is not None]
 
     def range(self) -> tuple[float, float]:
         """From which reward to which."""
-        ranges = [(item.reward.range_min, item.reward.range_max) for item in self._rollouts.values() if item.reward]
+        ranges = [(item.reward.range_min, item.reward.range_max) for item in self.rollouts() if item.reward]
         return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else (0.0, 1.0)
 
     def curve(self) -> tuple[list[Point], str]:
@@ -127,9 +170,7 @@ class Standing:
             return [
                 _point(rewards) for rewards in groups
             ], f"mean and range of {counted(len(groups), 'group')} in the order in which they began"
-        over = sorted(
-            (item for item in self._rollouts.values() if item.reward), key=lambda item: item.end_time or _LONG_AGO
-        )
+        over = sorted((item for item in self.rollouts() if item.reward), key=lambda item: item.end_time or _LONG_AGO)
         rewards = [item.reward.value for item in over if item.reward is not None]
         points = [_point(part) for part in _windows(rewards)]
         of = counted(len(rewards), "rollout")
@@ -148,6 +189,23 @@ def _point(rewards: Sequence[float]) -> Point:
 def _windows(values: Sequence[float]) -> Iterator[Sequence[float]]:
     for end in range(1, len(values) + 1):
         yield values[max(0, end - _WINDOW) : end]
+
+
+def _newest(items: Iterable[RolloutSummary], most: int) -> list[RolloutSummary]:
+    """Newest first: all that run, `most` of those that have ended, and what the groups of all these have besides."""
+    ordered = sorted(items, key=_created, reverse=True)
+    left = most
+    kept: set[str] = set()
+    groups: set[str] = set()
+    for item in ordered:
+        if item.ended:
+            if left <= 0:
+                continue
+            left -= 1
+        kept.add(item.rollout_id)
+        if item.group_id is not None:
+            groups.add(item.group_id)
+    return [item for item in ordered if item.rollout_id in kept or item.group_id in groups]
 
 
 def _created(item: RolloutSummary) -> datetime:

@@ -9,8 +9,8 @@ from rich.markup import escape
 
 from penstock.cli.asking import answered, answerer
 from penstock.cli.console import FAILED, OK, clean, columns, counted, emit, err, out, quoted, read, run, usage_error
-from penstock.cli.options import AsJson, Backend, UpstreamModel, rollout_options
-from penstock.cli.up import Engine, ModelDir, Script, StateDir, model_choice
+from penstock.cli.options import AsJson, Backend, StateDir, UpstreamModel, rollout_options
+from penstock.cli.up import Engine, ModelDir, Script, model_choice
 from penstock.client.images import build_images, image_of, with_image
 from penstock.client.importers import FORMATS, Choices, import_tasks
 from penstock.client.proving import prove

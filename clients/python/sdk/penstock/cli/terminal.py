@@ -12,9 +12,8 @@ import typer
 from rich.markup import escape
 
 from penstock.cli.console import FAILED, OK, clean, counted, emit, err, out, quoted, read, run
-from penstock.cli.options import AsJson
+from penstock.cli.options import AsJson, StateDir
 from penstock.cli.services import services
-from penstock.cli.up import StateDir
 from penstock.client import Observation, Penstock, SandboxChoice, Task, Terminal, TerminalHandle
 from penstock.client.images import with_image
 

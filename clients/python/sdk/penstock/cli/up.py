@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,14 +19,20 @@ from rich.markup import escape
 
 from penstock.cli.console import OK, columns, emit, err, out, run, usage_error
 from penstock.cli.dashboard import beside
+from penstock.cli.options import StateDir
 from penstock.cli.services import ModelChoice
-from penstock.client.endpoints import CONNECTION_FILE, DEFAULT_DASHBOARD_PORT, SERVICES, write_connection
+from penstock.client.endpoints import (
+    CONNECTION_FILE,
+    DEFAULT_DASHBOARD_PORT,
+    SERVICES,
+    connection_file,
+    write_connection,
+)
 from penstock.client.stack import FIXED_PORTS, LocalStack, StackFailed, UpstreamEndpoint
 
 ModelDir = Annotated[Path | None, typer.Option(help="Directory with config.json, model.safetensors, tokenizer.json.")]
 Engine = Annotated[str, typer.Option(help="Engine of the inference service: numpy, vllm, openai, scripted, ...")]
 Script = Annotated[Path | None, typer.Option(help="Script of the scripted engine.")]
-StateDir = Annotated[Path | None, typer.Option(help="Where the services keep their state; default: per user.")]
 
 
 def model_choice(
@@ -198,7 +205,12 @@ def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool) ->
         f"[dim]logs in {escape(str(stack.log_dir))}; clients find the rest in {escape(str(connection))}[/]",
         soft_wrap=True,
     )
-    err.print("try: penstock agents, or penstock rollout --agent shell --task FILE in another terminal")
+    # Commands find the services of the usual directory by themselves.
+    where_to = (
+        "" if connection == connection_file().absolute() else f" --state-dir {shlex.quote(str(connection.parent))}"
+    )
+    tries = f"penstock agents{where_to}, or penstock rollout{where_to} --agent shell --task FILE"
+    err.print(f"try: {escape(tries)} in another terminal", soft_wrap=True)
 
 
 def serve(

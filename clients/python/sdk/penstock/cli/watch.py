@@ -13,11 +13,10 @@ from penstock.cli import completing, rows
 from penstock.cli.console import FAILED, OK, clean, counted, emit, err, out, run
 from penstock.cli.curve import Curve
 from penstock.cli.following import Chosen, Connected, Trouble, follow, once
-from penstock.cli.options import AsJson, Labels, label_filter
+from penstock.cli.options import AsJson, Labels, StateDir, label_filter
 from penstock.cli.screen import Screen, interactive
 from penstock.cli.shapes import summary_shape
-from penstock.cli.standing import Standing, is_cancelled, totals
-from penstock.cli.up import StateDir
+from penstock.cli.standing import MOST_ENDED, Standing, is_cancelled, totals
 from penstock.client.errors import first_of
 from penstock.client.results import RolloutChanges, RolloutSummary
 
@@ -40,8 +39,13 @@ def watch(
     ] = None,
     label: Labels = None,
     ended: Annotated[
-        int, typer.Option(min=0, max=10_000, help="How many that had ended before are shown, the newest.")
-    ] = 1000,
+        int,
+        typer.Option(
+            min=0,
+            max=MOST_ENDED,
+            help="Of those that have ended so many are shown, the newest, and all of their groups.",
+        ),
+    ] = MOST_ENDED,
     once_only: Annotated[bool, typer.Option("--once", help="Print how they stand now, and end.")] = False,
     as_json: AsJson = False,
     state_dir: StateDir = None,
@@ -61,7 +65,7 @@ def watch(
 
 
 async def _once(chosen: Chosen, as_json: bool) -> int:
-    standing = Standing()
+    standing = Standing(chosen.ended_limit)
     standing.apply(await once(chosen))
     if as_json:
         for item in standing.rollouts():
@@ -75,15 +79,33 @@ async def _once(chosen: Chosen, as_json: bool) -> int:
             parts += [Text(), rows.groups(groups, width, standing.range(), fill=False)]
         parts += [Text(), rows.rollouts(standing.rollouts(), width, rows.utc_now(), fill=False)]
         out.print(Group(*parts), width=width)
+    _tell_what_is_left_out(standing)
     if not len(standing):
         err.print(Text(clean(f"no rollout: {chosen}")))
     return OK if len(standing) else FAILED
 
 
+def _tell_what_is_left_out(standing: Standing) -> None:
+    """Programs and logs are told beside what was asked for."""
+    if left_out := _left_out(standing):
+        err.print(Text(f"{left_out}: --ended N says how many of those that have ended are"), soft_wrap=True)
+
+
+def _left_out(standing: Standing) -> str:
+    """How many are not shown; empty where all are that the driver tells of."""
+    parts = []
+    if standing.hidden:
+        parts.append(f"{counted(standing.hidden, 'older rollout')} not shown")
+    if standing.older:
+        parts.append(f"none told that ended before the newest {MOST_ENDED}")
+    return ", ".join(parts)
+
+
 async def _lines(chosen: Chosen, as_json: bool) -> int:
     """A line for each change, for programs and logs."""
-    standing = Standing()
+    standing = Standing(chosen.ended_limit)
     told: dict[str, str] = {}
+    first = True
     async with aclosing(follow(chosen, waits=False)) as changes:
         async for change in changes:
             if isinstance(change, Connected):
@@ -93,6 +115,13 @@ async def _lines(chosen: Chosen, as_json: bool) -> int:
                 err.print(Text(clean(f"{change.message}; it is tried again")))
                 continue
             new, gone = standing.apply(change)
+            if not standing.complete:
+                continue  # which of them are shown is known when all are there
+            if first:
+                first, new = False, list(reversed(standing.rollouts()))
+                _tell_what_is_left_out(standing)
+                if not len(standing):
+                    err.print(Text(clean(f"no rollout yet: {chosen}; waiting for one to be created")), soft_wrap=True)
             for item in new:
                 line = _line(item)
                 if as_json:
@@ -105,7 +134,7 @@ async def _lines(chosen: Chosen, as_json: bool) -> int:
                     emit({"rollout_id": name, "deleted": True})
                 else:
                     out.print(Text(clean(f"{name}: deleted")))
-            if chosen.group_id is not None and standing.complete and standing.ended:
+            if chosen.group_id is not None and standing.ended:
                 return FAILED if any(item.failure is not None for item in standing.rollouts()) else OK
     return OK
 
@@ -137,7 +166,7 @@ class View:
 
     def __init__(self, chosen: Chosen) -> None:
         self._chosen = chosen
-        self.standing = Standing()
+        self.standing = Standing(chosen.ended_limit)
         self._where = ""
         self._trouble: str | None = None
         self._shown: Final = ["both", "rollouts", "groups"]
@@ -186,7 +215,7 @@ class View:
             case "home" | "g":
                 self._top = 0
             case "end" | "G":
-                self._top = len(self.standing)
+                self._top = len(self.standing.rollouts())
             case _:
                 pass
 
@@ -249,6 +278,8 @@ def _summary(standing: Standing) -> Text:
         return Text("no rollout yet" if standing.complete else "", style="dim")
     items = standing.rollouts()
     line = Text.assemble((counted(len(items), "rollout"), "bold"))
+    if left_out := _left_out(standing):
+        line.append(f" ({left_out})", style="yellow")
     rewards = standing.rewards()
     if rewards:
         line.append(f"  reward {sum(rewards) / len(rewards):.3f}", style="bold cyan")

@@ -9,6 +9,7 @@ What the spec means is the driver's business, which checks it when it is registe
 """
 
 import base64
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ from penstock.driver.v1 import agent_pb2
 _SHORT_NAMES: Final = {"default": "default_value"}
 _LONG_NAMES: Final = {name: short for short, name in _SHORT_NAMES.items()}
 _WORDS_FOR_ZERO: Final = {"AgentEventKind": "ignored"}
+_NO_KEY: Final = "no such key; there are "
 _FREE: Final = ("google.protobuf.Struct", "google.protobuf.Value", "google.protobuf.ListValue")
 
 
@@ -44,22 +46,22 @@ def load_spec(path: Path) -> agent_pb2.AgentSpec:
     try:
         content = yaml.safe_load(path.read_bytes())
     except OSError as error:
-        raise _refused([Violation(str(path), error.strerror or "cannot be read")]) from None
+        raise _refused(path, [Violation(str(path), error.strerror or "cannot be read")]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}: " if mark is not None else ""
         what = f"{place}{getattr(error, 'problem', None) or 'is not YAML in UTF-8'}"
-        raise _refused([Violation(str(path), what)]) from None
+        raise _refused(path, [Violation(str(path), what)]) from None
     if not isinstance(content, dict):
-        raise _refused([Violation(str(path), "an agent spec is a mapping with name, argv and so on")])
+        raise _refused(path, [Violation(str(path), "an agent spec is a mapping with name, argv and so on")])
     reader = _Reader(path.parent)
     converted = reader.message(agent_pb2.AgentSpec.DESCRIPTOR, content, "")
     if reader.wrong:
-        raise _refused(reader.wrong)
+        raise _refused(path, reader.wrong)
     try:
         return ParseDict(converted, agent_pb2.AgentSpec())
     except ParseError as error:
-        raise _refused([Violation(str(path), str(error))]) from None
+        raise _refused(path, [Violation(str(path), str(error))]) from None
 
 
 def dump_spec(spec: agent_pb2.AgentSpec) -> str:
@@ -93,8 +95,13 @@ class _Reader:
                 elif item is not None:
                     result[name] = self._value(field, item, place)
             except _Wrong as error:
-                self.wrong.append(error.violation)
+                self.wrong.append(self._once(error.violation))
         return result
+
+    def _once(self, found: Violation) -> Violation:
+        """The list of all keys is told of the first key that is none of them."""
+        known = any(found.description == before.description for before in self.wrong)
+        return Violation(found.field, "no such key") if known and found.description.startswith(_NO_KEY) else found
 
     def _value(self, field: FieldDescriptor, value: Any, where: str) -> Any:
         kind = field.message_type
@@ -135,7 +142,13 @@ def _field(descriptor: Descriptor, key: Any, place: str) -> tuple[str, FieldDesc
     stem = str(key).removesuffix("_s")
     if stem != key and stem in fields and _full_name(fields[stem]) == "google.protobuf.Duration":
         return stem, fields[stem]
-    raise _Wrong(place, f"no such key; there are {', '.join(sorted(fields))}")
+    written = sorted(_LONG_NAMES.get(item, item) + _unit(fields[item]) for item in fields)
+    meant = difflib.get_close_matches(str(key), written, n=1)
+    raise _Wrong(place, f"no such key; did you mean {meant[0]}?" if meant else _NO_KEY + ", ".join(written))
+
+
+def _unit(field: FieldDescriptor) -> str:
+    return "_s" if _full_name(field) == "google.protobuf.Duration" else ""
 
 
 def _word(enum: EnumDescriptor, value: Any, where: str) -> str:
@@ -267,6 +280,9 @@ def _number(value: Any) -> Any:
     return [_number(item) for item in value] if isinstance(value, list) else value
 
 
-def _refused(violations: list[Violation]) -> InvalidArgument:
-    message = "; ".join(f"{item.field}: {item.description}" for item in violations)
+def _refused(path: Path, violations: list[Violation]) -> InvalidArgument:
+    """Of several problems the message is the file's alone: whoever shows them gives each a line of its own."""
+    message = f"{violations[0].field}: {violations[0].description}"
+    if len(violations) > 1:
+        message = f"{path} is no agent spec"
     return InvalidArgument(message, reason="AGENT_FILE", violations=tuple(violations))

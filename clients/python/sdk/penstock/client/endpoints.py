@@ -90,9 +90,11 @@ class Endpoints:
         """What to do where the services do not take the token, or there is none."""
         file = connection_file()
         if self.token is None:
+            state = "is of services that have ended" if file.exists() else "does not exist"
             return (
                 "No token was sent: set PENSTOCK_TOKEN to one of theirs, PENSTOCK_TOKEN_FILE to a file with it, or"
-                f" PENSTOCK_CONNECTION to a connection file. (`penstock up` writes one while it runs: {file}.)"
+                " PENSTOCK_CONNECTION to a connection file; or, for services of `penstock up --state-dir DIR`, give the"
+                f" command the same --state-dir. (By default {file} is read, which {state}.)"
             )
         advice = "are these services of another start than it?"
         if self.token_origin.startswith("PENSTOCK_TOKEN"):
@@ -127,6 +129,12 @@ def resolve(target: Target | None = None, token: str | None = None, tls: Tls | N
         origin = "the environment"
         return Endpoints(**_addresses(environment), token=sent, tls=said, origin=origin, token_origin=token_origin)
     file = connection_file()
+    if os.environ.get("PENSTOCK_CONNECTION") and not file.exists():
+        raise ConfigurationError(
+            f"PENSTOCK_CONNECTION names {file}, which does not exist: name the connection.json in the state directory"
+            " of a `penstock up` that runs, or unset it",
+            reason="CONNECTION_FILE_ABSENT",
+        )
     if _is_live(file):
         return read_connection(file, sent, tls, token_origin=token_origin)
     return Endpoints(token=sent, tls=said, token_origin=token_origin)

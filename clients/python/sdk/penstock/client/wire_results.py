@@ -1,5 +1,6 @@
 """What the services report (rollouts, events, trajectories) as values."""
 
+import shlex
 from typing import Any
 
 import numpy as np
@@ -204,7 +205,7 @@ def event(message: rollout_pb2.RolloutEvent) -> results.RolloutEvent | None:
 def command_finished(message: rollout_pb2.CommandFinished) -> results.CommandFinished:
     """A command that ended."""
     command = message.command
-    line = command.shell if command.WhichOneof("command") == "shell" else " ".join(command.argv.args)
+    line = command.shell if command.WhichOneof("command") == "shell" else shlex.join(command.argv.args)
     return results.CommandFinished(
         phase=phase(message.phase),
         index=message.index,

@@ -159,6 +159,8 @@ def _without_other_forms(found: Sequence[Mapping[str, Any]], content: Any) -> It
 
 def _told(item: Mapping[str, Any], model: type[BaseModel]) -> str:
     """A problem in words; for an unknown key, the known one that is most like it."""
+    if item["type"] == "list_type":
+        return in_words(item) + _of_what(model, item["loc"])
     if item["type"] != "extra_forbidden":
         return in_words(item)
     wrong = str(item["loc"][-1])
@@ -166,14 +168,29 @@ def _told(item: Mapping[str, Any], model: type[BaseModel]) -> str:
     return f"no such key; did you mean {meant[0]}?" if meant else "no such key"
 
 
+def _of_what(model: type[BaseModel], place: Sequence[str | int]) -> str:
+    """What the list at a place is a list of: mappings with these keys, those that are required first; or texts."""
+    item = _at(model, (*place, 0))
+    required = item.get("required", ())
+    keys = sorted(item.get("properties", {}), key=lambda key: key not in required)
+    if keys:
+        return f" of {{{', '.join(keys)}}}"
+    return " of texts" if item.get("type") == "string" else ""
+
+
 def _keys(model: type[BaseModel], place: Sequence[str | int]) -> set[str]:
     """The keys that may stand at a place."""
+    return set(_at(model, place).get("properties", {}))
+
+
+def _at(model: type[BaseModel], place: Sequence[str | int]) -> Any:
+    """The schema of what may stand at a place."""
     here: Any = (schema := _schema(model))
     for step in place:
         here = _resolved(schema, here)
         # A name that is no property is pydantic's for the alternative of a union that was tried.
         here = here.get("items", {}) if isinstance(step, int) else here.get("properties", {}).get(step, here)
-    return set(_resolved(schema, here).get("properties", {}))
+    return _resolved(schema, here)
 
 
 @cache

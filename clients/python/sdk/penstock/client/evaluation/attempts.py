@@ -180,7 +180,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = orjson.loads((folder / CONFIG_FILE).read_bytes())
         if config["schema"] != SCHEMA or not isinstance(config["tasks"], dict):
             raise ValueError(f"schema {config['schema']}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            why = f"there is no {CONFIG_FILE} in it" if folder.is_dir() else "there is no such directory"
+        else:
+            why = f"{CONFIG_FILE} cannot be read: {(error.strerror or 'it is broken').lower()}"
+        raise InvalidArgument(f"{folder} has no results of an evaluation: {why}", reason="EVAL_UNREADABLE") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgument(
             f"{folder} has no results of an evaluation: {CONFIG_FILE}: {error}", reason="EVAL_UNREADABLE"
         ) from None
@@ -198,7 +204,10 @@ def read_attempts(folder: Path) -> list[Attempt]:
                 found.append(Attempt.read(line))
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        why = (error.strerror or "it is broken").lower()
+        raise InvalidArgument(f"{folder / ATTEMPTS_FILE} cannot be read: {why}", reason="EVAL_UNREADABLE") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgument(
             f"{folder / ATTEMPTS_FILE}, line {number}, is no attempt: {error}", reason="EVAL_UNREADABLE"
         ) from None

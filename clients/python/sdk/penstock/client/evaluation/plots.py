@@ -87,9 +87,7 @@ def _grid(chosen: dict[tuple[str, int], Attempt], summary: Summary) -> str:
         _patch(FAILED, "did not pass"),
         _patch(EXCLUDED, "not graded, counts nowhere"),
     ]
-    axes.legend(
-        handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=8, borderaxespad=0.2
-    )
+    _legend_above(axes, handles=handles)
     more = len(summary.tasks) - len(tasks)
     axes.set_xlabel(f"attempt (and {more} more tasks)" if more else "attempt")
     return _svg(figure)
@@ -122,8 +120,13 @@ def _histogram(graded: Sequence[Attempt], summary: Summary, name: str, unit: str
     axes.yaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(unit)
     axes.set_ylabel("attempts")
-    axes.legend(frameon=False, fontsize=8)
+    _legend_above(axes)
     return _svg(figure)
+
+
+def _legend_above(axes: Any, **given: Any) -> None:
+    """Where it covers nothing that is drawn."""
+    axes.legend(**given, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=8, borderaxespad=0.2)
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:

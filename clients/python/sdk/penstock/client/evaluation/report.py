@@ -20,20 +20,29 @@ __all__ = ["check_plots", "write_report"]
 
 _MOST_SHOWN: Final = 2000
 _STYLE: Final = f"""
+:root {{
+  --ink: #1f2328; --pale: #59636e; --ground: #fff; --box: #f6f8fa; --line: #d1d9e0; --faint: #e6eaef;
+}}
+@media (prefers-color-scheme: dark) {{
+  :root {{
+    --ink: #e6edf3; --pale: #9aa4af; --ground: #0d1117; --box: #161b22; --line: #3d444d; --faint: #262c34;
+  }}
+  figure svg {{ background: #fff; border-radius: 6px; }}
+}}
 body {{
-  font: 15px/1.5 system-ui, sans-serif; color: #1f2328; background: #fff; color-scheme: light;
+  font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); color-scheme: light dark;
   margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem;
 }}
 h1 {{ font-size: 1.6rem; margin: 0; overflow-wrap: anywhere; }}
 h2 {{ font-size: 1.15rem; margin: 2.5rem 0 .75rem; }}
-.of {{ color: #59636e; margin: .25rem 0 1.5rem; overflow-wrap: anywhere; }}
+.of {{ color: var(--pale); margin: .25rem 0 1.5rem; overflow-wrap: anywhere; }}
 .tiles {{ display: flex; flex-wrap: wrap; gap: .75rem; }}
 .tile {{
-  border: 1px solid #d1d9e0; border-radius: 8px; padding: .75rem 1rem;
+  border: 1px solid var(--line); border-radius: 8px; padding: .75rem 1rem;
   min-width: 9rem; box-sizing: border-box;
 }}
 .tile b {{ display: block; font-size: 1.6rem; line-height: 1.2; font-variant-numeric: tabular-nums; }}
-.tile small {{ color: #59636e; }}
+.tile small {{ color: var(--pale); }}
 .plots {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); gap: 1.75rem 1.5rem; }}
 .plots figure:first-child {{ grid-column: 1 / -1; }}
 figure {{ margin: 0; min-width: 0; }}
@@ -43,27 +52,33 @@ figure svg {{ max-width: 100%; height: auto; display: block; }}
 figcaption {{ font-weight: 600; margin-bottom: .25rem; }}
 table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
 th, td {{
-  text-align: left; padding: .3rem .6rem; border-bottom: 1px solid #e6eaef;
+  text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--faint);
   vertical-align: top; overflow-wrap: anywhere;
 }}
-th {{ color: #59636e; font-weight: 500; }}
+th {{ color: var(--pale); font-weight: 500; }}
 th.n, td.n {{ text-align: right; white-space: nowrap; }}
-details {{ border-bottom: 1px solid #e6eaef; padding: .35rem 0; }}
+details {{ border-bottom: 1px solid var(--faint); padding: .35rem 0; }}
 summary {{ cursor: pointer; overflow-wrap: anywhere; }}
 pre {{
-  background: #f6f8fa; border-radius: 6px; padding: .6rem .8rem; margin: .4rem 0;
+  background: var(--box); border-radius: 6px; padding: .6rem .8rem; margin: .4rem 0;
   white-space: pre-wrap; overflow-wrap: anywhere; font-size: 12.5px;
 }}
 .mark {{ display: inline-block; width: .7rem; height: .7rem; border-radius: 2px; margin-right: .5rem; }}
 .passed {{ background: {PASSED}; }}
 .failed {{ background: {FAILED}; }}
 .excluded {{ background: {EXCLUDED}; }}
-.note {{ color: #59636e; font-size: .9rem; }}
+.note {{ color: var(--pale); font-size: .9rem; }}
 @media (max-width: 32rem) {{
   body {{ padding: 1.25rem 1rem 3rem; }}
   .tile {{ flex: 1 1 9rem; }}
   th, td {{ padding: .3rem .4rem; }}
-  .plots figure:first-child svg {{ min-width: 36rem; }}
+  .tasks thead {{ display: none; }}
+  .tasks tr {{ display: block; padding: .4rem 0; border-bottom: 1px solid var(--faint); }}
+  .tasks td {{ display: block; border: 0; padding: .05rem .4rem; }}
+  .tasks td:first-child {{ font-weight: 600; }}
+  .tasks td.n {{ display: inline-block; text-align: left; }}
+  .tasks td.n::before {{ content: attr(data-of) " "; color: var(--pale); }}
+  .tasks td.n:empty {{ display: none; }}
 }}
 """
 
@@ -100,7 +115,8 @@ def _page(
     yield from _attempts(attempts, summary)
     yield (
         '<p class="note">pass@k is the unbiased estimate of Chen et al. (arXiv:2107.03374), averaged over tasks.'
-        " Intervals are of 95 %, with tasks as the unit that varies. Attempts that were not graded count nowhere.</p>"
+        " Intervals are Wilson's, of 95 %, with tasks as the unit that varies; that of the mean reward stays within the"
+        " range of rewards. Attempts that were not graded count nowhere.</p>"
         "</body></html>\n"
     )
 
@@ -123,7 +139,8 @@ def _tiles(summary: Summary) -> Iterable[str]:
         if k in (1, summary.wanted):
             yield _tile(f"pass@{k}", f"{found.value:.1%}", _interval(found))
     if summary.reward is not None:
-        yield _tile("mean reward", f"{summary.reward[0]:.3f}", f"± {summary.reward[1]:.3f}")
+        found = summary.reward
+        yield _tile("mean reward", f"{found.value:.3f}", f"{found.low:.3f} to {found.high:.3f}")
     graded = sum(task.attempts for task in summary.tasks)
     left = sum(task.excluded for task in summary.tasks)
     yield _tile(
@@ -156,23 +173,24 @@ def _left_out(summary: Summary) -> Iterable[str]:
 
 def _tasks(summary: Summary) -> Iterable[str]:
     head = (
-        '<tr><th>task</th><th class="n">graded</th><th class="n">passed</th><th class="n">pass@1</th>'
-        '<th class="n">reward</th><th class="n">seconds</th><th class="n">left out</th></tr>'
+        '<thead><tr><th>task</th><th class="n">graded</th><th class="n">passed</th><th class="n">pass@1</th>'
+        '<th class="n">reward</th><th class="n">seconds</th><th class="n">left out</th></tr></thead>'
     )
     rows = []
     for task in summary.tasks:
-        cells = (
-            f"{task.attempts}/{summary.wanted}",
-            str(task.passed),
-            f"{task.pass_at[1]:.2f}" if task.attempts else "",
-            "" if task.reward is None else f"{task.reward:.3f}",
-            "" if task.seconds is None else f"{task.seconds:.1f}",
-            str(task.excluded or ""),
-        )
-        numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
+        cells = {
+            "graded": f"{task.attempts}/{summary.wanted}",
+            "passed": str(task.passed),
+            "pass@1": f"{task.pass_at[1]:.2f}" if task.attempts else "",
+            "reward": "" if task.reward is None else f"{task.reward:.3f}",
+            "seconds": "" if task.seconds is None else f"{task.seconds:.1f}",
+            "left out": str(task.excluded or ""),
+        }
+        # On a narrow screen a row is a block, where each number says what it is of.
+        numbers = "".join(f'<td class="n" data-of="{name}">{cell}</td>' for name, cell in cells.items())
         rows.append(f"<tr><td>{_text(task.task_id)}</td>{numbers}</tr>")
     yield "<h2>Tasks</h2>"
-    yield _wide("Tasks", f"<table>{head}{''.join(rows)}</table>")
+    yield _wide("Tasks", f'<table class="tasks">{head}<tbody>{"".join(rows)}</tbody></table>')
 
 
 def _wide(name: str, content: str) -> str:

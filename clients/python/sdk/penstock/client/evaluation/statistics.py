@@ -18,7 +18,8 @@ Z: Final = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A share with its 95 % interval, all of [0, 1]; `tasks` and `attempts` are what it was made from."""
+    """A share, or a mean of what is bounded, with its 95 % interval, which stays within those bounds; `tasks` and
+    `attempts` are what it was made from."""
 
     value: float
     low: float
@@ -67,12 +68,45 @@ def estimate(counts: Mapping[str, tuple[int, int]], k: int) -> Estimate | None:
         ((made, passed),) = counted.values()
         low, high = (1 - (1 - bound) ** k for bound in wilson(passed / made, made))
         return Estimate(value, min(low, value), max(high, value), 1, attempts)
+    low, high = _between_tasks(shares, value, attempts)
+    return Estimate(value, low, high, len(shares), attempts)
+
+
+def bounded_mean(rewards: Mapping[str, Sequence[float]], least: float, most: float) -> Estimate | None:
+    """The mean over tasks of the means of their rewards, with an interval that stays within the range of rewards.
+
+    As shares of the range the means are what pass rates are, and the interval is made as `estimate` makes it: nothing
+    whose values lie between 0 and 1 varies more than what is either. Rewards of 0 and 1 give that of pass@1. A normal
+    interval would leave the range where tasks are few.
+
+    Args:
+        rewards: of the attempts that were graded, by task; tasks without one are left out.
+        least: the least reward that there can be.
+        most: the greatest.
+    """
+    counted = {task: values for task, values in rewards.items() if values}
+    if not counted:
+        return None
+    least, most = min(least, *map(min, counted.values())), max(most, *map(max, counted.values()))
+    span = (most - least) or 1.0
+    shares = [(math.fsum(values) / len(values) - least) / span for values in counted.values()]
+    attempts = sum(map(len, counted.values()))
+    value = min(max(math.fsum(shares) / len(shares), 0.0), 1.0)
+    low, high = wilson(value, attempts) if len(shares) == 1 else _between_tasks(shares, value, attempts)
+    mean_of_all = math.fsum(math.fsum(values) / len(values) for values in counted.values()) / len(counted)
+    if most == least:
+        return Estimate(mean_of_all, least, most, len(shares), attempts)
+    low, high = max(least, least + low * span), min(most, least + high * span)
+    return Estimate(mean_of_all, min(low, mean_of_all), max(high, mean_of_all), len(shares), attempts)
+
+
+def _between_tasks(shares: Sequence[float], value: float, attempts: int) -> tuple[float, float]:
+    """The interval of the mean of several tasks' shares."""
     variance = math.fsum((share - value) ** 2 for share in shares) / (len(shares) - 1) / len(shares)
     spread = value * (1 - value)
     # At most the attempts: a variance that is small by chance proves no more than they can.
     observations = len(shares) if spread <= 0 else min(spread / variance, attempts) if variance > 0 else len(shares)
-    low, high = wilson(min(max(value, 0.0), 1.0), observations)
-    return Estimate(value, low, high, len(shares), attempts)
+    return wilson(min(max(value, 0.0), 1.0), observations)
 
 
 def mean(values: Sequence[float]) -> tuple[float, float] | None:

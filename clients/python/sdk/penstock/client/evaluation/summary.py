@@ -5,12 +5,12 @@ by its cause; of several rollouts for one index the first that was graded counts
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.client.evaluation.attempts import Attempt
-from penstock.client.evaluation.statistics import Estimate, estimate, mean, pass_at_k
+from penstock.client.evaluation.statistics import Estimate, bounded_mean, estimate, mean, pass_at_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +30,14 @@ class TaskScore:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """All of it. `excluded` counts the attempts that were not graded, by cause and reason; `ended` graded ones that
-    an end of their own (a timeout, a budget) cut short. `reward` is the mean over tasks of their means, with the half
-    of its 95 % interval."""
+    an end of their own (a timeout, a budget) cut short. `reward` is the mean over tasks of their means, with its 95 %
+    interval within the range of rewards."""
 
     tasks: tuple[TaskScore, ...]
     wanted: int
     threshold: float
     pass_at: Mapping[int, Estimate]
-    reward: tuple[float, float] | None
+    reward: Estimate | None
     excluded: Mapping[str, int]
     ended: Mapping[str, int]
     repeated: int
@@ -67,7 +67,14 @@ class Summary:
             "attempts_wanted": self.wanted,
             "threshold": self.threshold,
             "pass_at": {str(k): asdict(value) for k, value in self.pass_at.items()},
-            "reward": None if self.reward is None else {"mean": self.reward[0], "half_width": self.reward[1]},
+            "reward": None
+            if self.reward is None
+            else {
+                "mean": self.reward.value,
+                "low": self.reward.low,
+                "high": self.reward.high,
+                "half_width": (self.reward.high - self.reward.low) / 2,
+            },
             "excluded": dict(self.excluded),
             "ended_early": dict(self.ended),
         }
@@ -89,17 +96,18 @@ def summarise(attempts: Iterable[Attempt], tasks: Iterable[str], wanted: int, th
     chosen = {key: item for key, item in settled(all_of_them).items() if key[1] < wanted}
     scores = []
     counts: dict[str, tuple[int, int]] = {}
-    rewards: list[float] = []
+    rewards: dict[str, list[float]] = {}
+    ranges: list[tuple[float, float]] = []
     for task_id in sorted(set(tasks)):
         own = [chosen[task_id, index] for index in range(wanted) if (task_id, index) in chosen]
         graded = [item for item in own if item.graded]
         passed = sum(item.passed(threshold) for item in graded)
-        reward = mean([item.reward for item in graded if item.reward is not None])
+        rewards[task_id] = [item.reward for item in graded if item.reward is not None]
+        ranges += [item.range for item in graded]
+        reward = mean(rewards[task_id])
         seconds = mean([item.seconds for item in graded])
         if graded:
             counts[task_id] = (len(graded), passed)
-        if reward is not None:
-            rewards.append(reward[0])
         scores.append(
             TaskScore(
                 task_id=task_id,
@@ -118,13 +126,18 @@ def summarise(attempts: Iterable[Attempt], tasks: Iterable[str], wanted: int, th
         wanted=wanted,
         threshold=threshold,
         pass_at={k: found for k in range(1, wanted + 1) if (found := estimate(counts, k)) is not None},
-        reward=mean(rewards),
+        reward=bounded_mean(rewards, *_whole(ranges)),
         excluded=_counted(item for item in shown if not item.graded),
         ended=_counted(item for item in shown if item.graded and item.reason is not None),
         repeated=sum((item.task_id, item.index) in chosen for item in all_of_them) - len(chosen),
         prompt_tokens=sum(item.prompt_tokens for item in shown),
         completion_tokens=sum(item.completion_tokens for item in shown),
     )
+
+
+def _whole(ranges: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The least and the greatest reward that any of the attempts could have."""
+    return min((low for low, _ in ranges), default=0.0), max((high for _, high in ranges), default=1.0)
 
 
 def _counted(attempts: Iterable[Attempt]) -> dict[str, int]:
