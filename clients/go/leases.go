@@ -42,7 +42,7 @@ type leases struct {
 	inbox    []*Call
 	finished bool
 	over     *Error
-	changed  chan struct{} // closed and made anew when inbox, finished or over change
+	waiting  []chan struct{} // of those in next, the first to come first; each is closed when it is woken
 }
 
 // held is a call that is leased to the session; result and accepted are set while an answer is under way.
@@ -54,7 +54,7 @@ type held struct {
 }
 
 func newLeases(wake chan<- struct{}) *leases {
-	return &leases{wake: wake, held: map[string]*held{}, changed: make(chan struct{})}
+	return &leases{wake: wake, held: map[string]*held{}}
 }
 
 // next is the oldest call that nobody took; nil, with what the session ended with if anything, when there are no more.
@@ -69,20 +69,44 @@ func (l *leases) next(ctx context.Context) (*Call, error) {
 				return call, nil
 			}
 		}
-		finished, over, changed := l.finished, l.over, l.changed
-		l.mu.Unlock()
 		switch {
-		case over != nil:
-			return nil, over
-		case finished:
+		case l.over != nil:
+			defer l.mu.Unlock()
+			return nil, l.over
+		case l.finished:
+			l.mu.Unlock()
 			return nil, nil
 		}
+		woken := make(chan struct{})
+		l.waiting = append(l.waiting, woken)
+		l.mu.Unlock()
 		select {
-		case <-changed:
+		case <-woken:
 		case <-ctx.Done():
+			l.leave(woken)
 			return nil, fromRPC(ctx, ctx.Err(), anyone)
 		}
 	}
+}
+
+// leave: one that waited for a call waits no more. Where it was woken already, the call is another's.
+func (l *leases) leave(woken chan struct{}) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if at := slices.Index(l.waiting, woken); at >= 0 {
+		l.waiting = slices.Delete(l.waiting, at, at+1)
+	} else if len(l.inbox) > 0 {
+		l.rouse(1)
+	}
+}
+
+// rouse wakes as many as there are calls for; many loops that wait are not all woken by each call.
+func (l *leases) rouse(most int) {
+	count := min(most, len(l.waiting))
+	for _, woken := range l.waiting[:count] {
+		close(woken)
+	}
+	l.waiting = slices.Delete(l.waiting, 0, count)
 }
 
 // finish has no more calls handed out than have come.
@@ -90,7 +114,7 @@ func (l *leases) finish() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.finished = true
-	l.tell()
+	l.rouse(len(l.waiting))
 }
 
 // answer puts a result under way; the channel gives nil when the gate accepted it, else why not.
@@ -146,7 +170,7 @@ func (l *leases) leased(message *interceptionv1.ModelCall) {
 		call := newCall(message, l)
 		l.held[message.GetCallId()] = &held{call: call, leaseID: message.GetLeaseId()}
 		l.inbox = append(l.inbox, call)
-		l.tell()
+		l.rouse(1)
 		return
 	}
 	item.leaseID = message.GetLeaseId()
@@ -256,7 +280,7 @@ func (l *leases) end(failure *Error) {
 	for _, item := range l.held {
 		l.forget(item, "SESSION_ENDED", failure)
 	}
-	l.tell()
+	l.rouse(len(l.waiting))
 }
 
 // forget ends a call and tells whoever waits for its answer to be accepted.
@@ -282,11 +306,6 @@ func (l *leases) nudge() {
 	case l.wake <- struct{}{}:
 	default:
 	}
-}
-
-func (l *leases) tell() {
-	close(l.changed)
-	l.changed = make(chan struct{})
 }
 
 // end marks a call as over. Only leases call it, which hold their lock.
