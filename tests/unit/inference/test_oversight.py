@@ -142,7 +142,9 @@ async def sampled(engine: Engine, request: GenerateRequest) -> None:
 
 async def test_more_than_four_times_as_many_requests_as_places_are_a_long_queue(open_engine: OpenEngine) -> None:
     """R32: a warning, with what would shorten it; four times as many are not."""
-    engine = await open_engine(config={"max_position_embeddings": 8192}, max_context_tokens=8192, max_concurrency=1)
+    engine = await open_engine(
+        config={"max_position_embeddings": 8192, "eos_token_id": None}, max_context_tokens=8192, max_concurrency=1
+    )
     look = Looked(engine)
     calls = [asyncio.create_task(sampled(engine, request(f"r{n}", 8000))) for n in range(5)]
     await eventually(lambda: engine.stats().waiting == 4, "one runs and four wait")
