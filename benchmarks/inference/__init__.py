@@ -137,7 +137,8 @@ async def _overhead(small: Path, place: Path) -> Section:
     place.mkdir()
     async with (
         service("vllm", small, place, VLLM_PYTHON, bound) as ours,
-        program("async_llm", "vLLM, in process", small, place, bound) as direct,
+        # The same engine on both sides: what our plugin costs it is in the tables above.
+        program("async_llm", "vLLM, in process", small, place, bound | {"VLLM_PLUGINS": "penstock"}) as direct,
     ):
         cpu: dict[Target, list[float]] = {ours: [], direct: []}
         for target in (ours, direct):

@@ -35,6 +35,8 @@ _QUIET: Final = {
     # Compiling kernels for a model of this size costs minutes and gains nothing.
     "TORCH_COMPILE_DISABLE": "1",
 }
+_AS_IT_COMES: Final = _QUIET | {"VLLM_PLUGINS": "none"}
+"""For vLLM by itself: without the plugin that our service brings (`engines/vllm/waiting.py`)."""
 _ARGUMENTS: Final[dict[str, Any]] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -258,7 +260,7 @@ async def program(
     start: Mapping[str, object] = {"model": str(model), "arguments": _ARGUMENTS}
     argv = [VLLM_PYTHON.absolute(), _PROGRAM, kind]
     async with running(
-        title, argv, place / f"{kind}.log", environment={**_QUIET, **(extra or {})}, start=start
+        title, argv, place / f"{kind}.log", environment={**_AS_IT_COMES, **(extra or {})}, start=start
     ) as server:
         yield Program(title, server, streams=kind != "transformers")
 
@@ -278,7 +280,7 @@ async def http(model: Path, place: Path) -> AsyncIterator[Http]:
     argv += ["--host", "127.0.0.1", "--enable-scale-out", "--logprobs-mode", "processed_logprobs", *flags]
     argv += ["--uvicorn-log-level", "warning", "--generation-config", "vllm", "--skip-tokenizer-init"]
     log = place / "http.log"
-    async with running("vLLM's HTTP server", argv, log, environment=_QUIET, announces=False) as server:
+    async with running("vLLM's HTTP server", argv, log, environment=_AS_IT_COMES, announces=False) as server:
         target = Http("vLLM, HTTP", server, f"http://127.0.0.1:{port}")
         try:
             await target.answers()

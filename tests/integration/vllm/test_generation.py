@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -33,6 +35,12 @@ async def score(service: Served, prompt: Any, completion: completion_pb2.Complet
     whole = np.asarray(prompt, "<i4").tobytes() + completion.span.token_ids
     answer = await service.stub.Score(pb.ScoreRequest(token_ids=whole, start=len(prompt), **fields))
     return np.frombuffer(answer.logprobs, "<f4")
+
+
+def times_given_up(pid: int) -> int:
+    """How often a process's main thread has let go of its processor to wait."""
+    (line,) = (each for each in Path(f"/proc/{pid}/status").read_text().splitlines() if each.startswith("voluntary"))
+    return int(line.split()[1])
 
 
 async def test_what_is_served_is_declared(service: Served) -> None:
@@ -309,3 +317,14 @@ async def test_scoring_refuses_what_it_cannot_score(service: Served, failure: Fa
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await service.stub.Score(request)
         assert failure(caught.value).violations[0].field == field
+
+
+async def test_what_waits_in_vllm_leaves_the_processor_to_others(service: Served) -> None:
+    """R87: its processes sleep now and then, waiting for each other; yielding alone they starve other sessions."""
+    (core,) = [child for child in multiprocessing.active_children() if "EngineCore" in child.name]
+    assert core.pid is not None
+    children = Path(f"/proc/{core.pid}/task/{core.pid}/children").read_text().split()
+    (worker,) = (int(pid) for pid in children if "Worker" in Path(f"/proc/{pid}/comm").read_text())
+    before = {pid: times_given_up(pid) for pid in (core.pid, worker)}
+    await service.complete(service.request(max_tokens=256, min_tokens=256))
+    assert all(times_given_up(pid) - count > 64 for pid, count in before.items())

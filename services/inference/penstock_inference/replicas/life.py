@@ -91,8 +91,9 @@ class Life:
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **environment},
                 stdin=asyncio.subprocess.DEVNULL,
-                # What a terminal sends to its group is for the service, which ends its replicas itself.
-                start_new_session=True,
+                # What a terminal sends to its group is for the service, which ends its replicas itself. No session of
+                # its own: kernels share the processor among sessions first, and vLLM's processes may yield in a loop.
+                process_group=0,
             )
         try:
             reader, writer = await asyncio.open_connection(sock=ours)

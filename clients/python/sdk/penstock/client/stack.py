@@ -234,7 +234,7 @@ class LocalStack:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
                 env=environment,
-                start_new_session=True,  # an interrupt at the terminal is ours: we stop them in order
+                process_group=0,  # an interrupt at the terminal is ours: we stop them in order
             )
         item = _Process(name, process, log, log_start, asyncio.get_running_loop().create_future())
         self._processes.append(item)
