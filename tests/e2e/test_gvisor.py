@@ -28,9 +28,9 @@ async def on_gvisor(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[R
         "docker_sidecar_image": dockerd.BASE,
         "docker_runtime": dockerd.GVISOR,
     }
-    async with running(tmp_path_factory.mktemp("stack-gvisor"), {"sandbox": sandbox}) as started:
-        yield started
-    assert engine.remains() == []
+    with dockerd.nothing_left():
+        async with running(tmp_path_factory.mktemp("stack-gvisor"), {"sandbox": sandbox}) as started:
+            yield started
 
 
 @pytest.mark.parametrize(("agent", "count"), [("opencode", 1), ("pi", 1), ("shell", 2)])

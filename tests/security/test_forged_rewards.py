@@ -109,9 +109,9 @@ async def both(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runnin
         },
         "driver": {"max_changes_bytes": MAX_CHANGES},
     }
-    async with running(tmp_path_factory.mktemp("stack-forged"), settings) as started:
-        yield started
-    assert engine.remains() == []
+    with dockerd.nothing_left():
+        async with running(tmp_path_factory.mktemp("stack-forged"), settings) as started:
+            yield started
 
 
 async def run(started: Running, given: Task, backend: str = "local") -> Finished:

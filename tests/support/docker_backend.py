@@ -36,12 +36,12 @@ async def backend(folder: Path, reach: str = "direct", **options: Any) -> AsyncI
         tmp_bytes=64 << 20,
     )
     opened = DockerBackend(replace(chosen, **options))
-    await opened.open()
-    try:
-        yield opened
-    finally:
-        await opened.aclose()
-    assert engine.remains() == []
+    with dockerd.nothing_left():
+        await opened.open()
+        try:
+            yield opened
+        finally:
+            await opened.aclose()
 
 
 async def create(opened: DockerBackend, **spec: Any) -> SandboxHandle:

@@ -47,6 +47,7 @@ ELSEWHERE: Final = "elsewhere"
 _NEEDED = ("dockerd", "containerd", "runc", "debootstrap", "busybox")
 _ADVICE = "apt-get install -y --no-install-recommends docker.io debootstrap busybox-static"
 _READY_S = 60.0
+_LOG_LINES = 30
 _GVISOR_ADVICE = "apt-get install -y --no-install-recommends runsc"
 # It needs no kernel module, and no network of its own: sandboxes have none but their endpoint.
 _GVISOR_ARGUMENTS = ("--platform=ptrace", "--network=none")
@@ -80,7 +81,7 @@ class Engine:
     def remains(self, label: str = "penstock.instance") -> list[str]:
         """Everything of ours that the engine still has: containers, volumes and images with the label."""
         found = self.api.containers(all=True, filters={"label": [label]})
-        names = [f"container {one['Names']}" for one in found]
+        names = [f"container {one['Names']}: {one['Status']}" for one in found]
         names += [f"volume {one['Name']}" for one in self.api.volumes(filters={"label": [label]}).get("Volumes") or []]
         for image in self.api.images(filters={"label": [label]}):
             # Prepared images are a cache; theirs is empty.
@@ -177,6 +178,17 @@ def kill(sandbox_id: str) -> bool:
     for one in found:
         _engine.api.kill(one["Id"])
     return bool(found)
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """What is made with the session's engine meanwhile is gone at the end. What another test left is its own fault."""
+    before = set(_engine.remains()) if _engine is not None else set()
+    yield
+    if _engine is not None:
+        left = [one for one in _engine.remains() if one not in before]
+        log = (_engine.folder / "log").read_text(errors="replace").splitlines()[-_LOG_LINES:] if left else []
+        assert left == [], "\n".join([f"{left} left with the engine, whose log ends with", *log])
 
 
 def stop() -> None:

@@ -31,6 +31,12 @@ class _Request:
         return self.made.done() and (self.made.cancelled() or self.made.exception() is not None)
 
 
+def give_up(making: asyncio.Task[LiveSandbox]) -> None:
+    """Cancel a making, once, whoever gives it up and however often: its cleaning up is not to be interrupted."""
+    if not making.cancelling():
+        making.cancel()
+
+
 class Requests:
     """What was asked for, by request id."""
 
@@ -73,7 +79,7 @@ class Requests:
                 raise Aborted("the sandbox was deleted as it was made", reason="DELETED_MEANWHILE") from None
             if request.waiters == 1 and not request.made.done():
                 # The last one who wanted it gave up: whatever is half made goes away before the call ends.
-                request.made.cancel()
+                give_up(request.made)
                 await asyncio.wait([request.made])
             raise
         finally:
@@ -89,7 +95,7 @@ class Requests:
         """Take no more and cancel what is in progress; returns when that is cleaned up."""
         self._draining = True
         for request in list(self._known.values()):
-            request.made.cancel()
+            give_up(request.made)
         await asyncio.gather(*(request.made for request in self._known.values()), return_exceptions=True)
 
     def _forget_old(self) -> None:

@@ -43,7 +43,7 @@ from penstock_sandbox.policy import Limits, Policy
 from penstock_sandbox.processes import Processes
 from penstock_sandbox.records import Record, Records
 from penstock_sandbox.removal import Removals
-from penstock_sandbox.requests import Requests
+from penstock_sandbox.requests import Requests, give_up
 from penstock_sandbox.table import LiveSandbox, Table
 
 _log = structlog.get_logger(__name__)
@@ -330,7 +330,7 @@ class Sandboxes:
         if live is None:
             return
         if live.making is not None and not live.making.done() and live.view.state is State.CREATING:
-            live.making.cancel()
+            give_up(live.making)
             await asyncio.wait([live.making])
         await self._removals.remove(live)
 

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from tests.conformance.sandbox.needs import narrowest
 from tests.conformance.sandbox.services import SERVICES, Running, start
+from tests.support import dockerd
 
 from penstock.sandbox.v1 import file_service_pb2 as fs
 from penstock.sandbox.v1 import process_service_pb2 as ps
@@ -65,9 +66,10 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def service(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
-    """A running service, which ends with the suite: what it holds of an engine is nothing that a later test left."""
-    async with start(request.param) as running:
-        yield running
+    """A running service, which ends with the suite and leaves nothing with an engine."""
+    with dockerd.nothing_left():
+        async with start(request.param) as running:
+            yield running
 
 
 @dataclass

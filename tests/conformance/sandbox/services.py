@@ -217,7 +217,7 @@ async def start_variant(
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(process.wait, 30)
+        await asyncio.to_thread(process.wait, 60)
         assert process.stdout is not None
         process.stdout.close()
 

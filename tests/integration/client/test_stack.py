@@ -74,6 +74,18 @@ async def test_a_service_that_dies_ends_the_block_with_its_name_and_the_end_of_i
     assert task is not None and task.cancelling() == 0
 
 
+async def test_a_service_that_does_not_stop_is_killed_and_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R50: who stops a stack hears what may have been left."""
+    monkeypatch.setattr("penstock.client.stack._STOP_S", 0.2)
+    async with LocalStack(state_dir=tmp_path / "state") as stack:
+        (sandbox,) = [item for item in stack._processes if item.name == "sandbox"]
+        os.kill(sandbox.process.pid, signal.SIGSTOP)
+    assert sandbox.process.returncode == -signal.SIGKILL
+    assert "the sandbox service did not stop" in caplog.text
+
+
 async def test_a_service_that_cannot_start_says_why(tmp_path: Path) -> None:
     """The reason is in the error, not only in a file."""
     with pytest.raises(StackFailed, match=r"model_dir|config|tokenizer"):

@@ -16,12 +16,14 @@ import pytest
 from tests.integration.sandbox.registry import registry
 from tests.support import dockerd
 from tests.support.docker_backend import REACHES, backend, create, diff, run
+from tests.support.waiting import eventually
 
 from penstock_chassis.errors import DeadlineExceeded, FailedPrecondition, NotFound, PenstockError
 from penstock_sandbox.attendant.system import ASIDE
 from penstock_sandbox.backends.base import MountedToolbox, StartFailed
 from penstock_sandbox.backends.collected import Collected
 from penstock_sandbox.backends.docker.backend import DockerBackend
+from penstock_sandbox.backends.docker.daemon import Missing
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.model import ForkKind, NetworkKind, Resources, SandboxSpec
 
@@ -303,6 +305,7 @@ import asyncio, sys
 sys.modules["docker"] = None
 from pathlib import Path
 from penstock_sandbox.backends.docker.backend import DockerBackend
+from penstock_sandbox.backends.docker.daemon import Missing
 from penstock_sandbox.backends.docker.options import DockerOptions
 opened = DockerBackend(DockerOptions(state_dir=Path({str(tmp_path)!r}), image="any", sidecar_image="any"))
 asyncio.run(opened.open())
@@ -343,6 +346,54 @@ async def test_a_runtime_that_keeps_its_processes_elsewhere_is_refused(tmp_path:
         with pytest.raises(FailedPrecondition) as refused:
             opened.refuse_unsupported(SandboxSpec())
         assert refused.value.reason == "BACKEND_UNAVAILABLE"
+
+
+# What is removed ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_making_that_is_given_up_twice_is_cleaned_up_before_the_service_ends(tmp_path: Path) -> None:
+    """R49, R50: by its caller, and by the service that stops as the container is being removed."""
+    engine = await asyncio.to_thread(dockerd.engine)
+    async with backend(tmp_path, runtime=dockerd.NOTED) as opened:
+        for _ in range(3):
+            making = asyncio.create_task(create(opened))
+            await eventually(lambda: _containers(engine) != [], "its container")
+            making.cancel()
+            await asyncio.sleep(0)
+            making.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await making
+
+
+def _containers(engine: dockerd.Engine) -> list[str]:
+    return [one for one in engine.remains() if one.startswith("container ")]
+
+
+async def test_who_ends_goes_on_for_a_while_with_what_could_not_be_removed(tmp_path: Path) -> None:
+    """R50: a volume goes once its container does, though the service stops in between."""
+    async with backend(tmp_path) as opened:
+        labels = opened._boxes._owner.labels("toolbox")
+        await opened._daemon.create_volume("in-use", labels)
+        mount = {"type": "volume", "source": "in-use", "target": "/mnt"}
+        settings = {"image": dockerd.BASE, "command": ["-"], "labels": labels}
+        user = await opened._daemon.create("user", settings, {"network_mode": "none", "mounts": [mount]})
+        await opened._reaper.volume("in-use")
+        assert "volume in-use" in dockerd.engine().remains()
+        await opened._reaper.container(user)
+
+
+async def test_a_removal_that_another_began_is_waited_for(tmp_path: Path) -> None:
+    """R50: where the daemon says that one is in progress, it is not done."""
+    async with backend(tmp_path) as opened:
+        for _ in range(3):
+            handle = await create(opened)
+            (name,) = opened._boxes.names()
+            ends = [asyncio.create_task(opened._daemon.remove(name)) for _ in range(4)]
+            for end in asyncio.as_completed(ends):
+                await end
+                with pytest.raises(Missing):
+                    await opened._daemon.inspect(name)
+            await handle.destroy()
 
 
 async def test_an_image_is_not_pulled_for_a_backend_that_nobody_chose(tmp_path: Path) -> None:

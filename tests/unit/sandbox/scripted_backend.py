@@ -124,7 +124,7 @@ class ScriptedHandle(SandboxHandle):
 
 
 class ScriptedBackend(Backend):
-    """Makes sandboxes in a world. While ``gate`` is not set, creating waits."""
+    """Makes sandboxes in a world. Without ``gate`` set, creating waits; without ``cleared``, giving that up does."""
 
     name = "scripted"
     unavailable_reason = ""
@@ -134,6 +134,9 @@ class ScriptedBackend(Backend):
         self.world = world
         self.gate = asyncio.Event()
         self.gate.set()
+        self.cleared = asyncio.Event()
+        self.cleared.set()
+        self.cleaned_up = 0
         self.create_fails = False
         self.in_creation = 0
         self.most_in_creation = 0
@@ -166,6 +169,10 @@ class ScriptedBackend(Backend):
         self.most_in_creation = max(self.most_in_creation, self.in_creation)
         try:
             await self.gate.wait()
+        except asyncio.CancelledError:
+            await self.cleared.wait()
+            self.cleaned_up += 1
+            raise
         finally:
             self.in_creation -= 1
         if self.create_fails:

@@ -243,6 +243,23 @@ async def test_when_the_service_stops_those_who_wait_are_told(tmp_path: Path) ->
         assert (await refusal(domain.create())).reason == "DRAINING"
 
 
+async def test_a_service_that_stops_lets_what_was_given_up_be_cleaned_up(tmp_path: Path) -> None:
+    """R49, R50: whoever gave it up, and however often."""
+    async with opened(tmp_path) as domain:
+        domain.backend.gate.clear()
+        domain.backend.cleared.clear()
+        given_up = domain.begin()
+        await _until(lambda: domain.backend.in_creation == 1)
+        given_up.cancel()
+        await pass_turns()
+        stops = [asyncio.create_task(domain.sandboxes.drain()) for _ in range(2)]
+        await pass_turns()
+        assert not any(stop.done() for stop in stops)
+        domain.backend.cleared.set()
+        await asyncio.gather(*stops)
+        assert domain.backend.cleaned_up == 1 and not domain.world.sandboxes
+
+
 async def _until(holds: object) -> None:
     """The journal answers from a thread of its own."""
     for _ in range(2000):

@@ -12,6 +12,7 @@ import asyncio
 import fcntl
 import importlib.util
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -37,13 +38,16 @@ from penstock.client.endpoints import (
 )
 from penstock.client.errors import ConfigurationError, PenstockError
 
+_log = logging.getLogger("penstock.stack")
+
 START_TIMEOUT_S: Final = 600.0
 """Seconds that a service may take until it is ready: an engine loads its weights. One that ends is noticed at once."""
 
 DRAIN_S: Final = 5.0
 """Seconds that a service gives to what is open when it is told to stop."""
 
-_STOP_S: Final = DRAIN_S + 10.0
+# A daemon may take ten seconds for a container that does not die; what is killed first leaves it there.
+_STOP_S: Final = DRAIN_S + 25.0
 _TAIL_LINES: Final = 20
 _TAIL_BYTES: Final = 16_384
 _REFUSED_TO_START: Final = 2
@@ -332,6 +336,8 @@ async def _end(item: _Process) -> None:
             async with asyncio.timeout(_STOP_S):
                 await item.process.wait()
         except TimeoutError:
+            told = "the %s service did not stop within %.0f s and is killed: what it leaves, its next start removes"
+            _log.warning(told, item.name, _STOP_S)
             with suppress(ProcessLookupError):
                 item.process.kill()
             await item.process.wait()

@@ -145,8 +145,10 @@ class Boxes:
 
             reached = await reach.reach(name, start)
         except BaseException:
-            await asyncio.shield(asyncio.ensure_future(self._remove(name, None)))
-            self._layers.release(layers)
+            try:
+                await self._reaper.container(name)
+            finally:
+                self._layers.release(layers)
             raise
         box = self._live[name] = Box(name, made, image, reached, layers=layers)
         box.handle = AttendedSandbox(
@@ -186,7 +188,7 @@ class Boxes:
             if box.seal_as and box.sealed is None and box.seal_failure is None:
                 await self._seal(box, box.seal_as)
         finally:
-            await self._remove(box.name, box.reached)
+            await asyncio.gather(self._reaper.container(box.name), box.reached.close())
             self._live.pop(box.name, None)
             self._layers.release(box.layers)
 
@@ -204,9 +206,6 @@ class Boxes:
         if box.seal_as != layer_id or box.seal_failure is not None:
             # Nobody waits for it any more, or only the answer was lost.
             await self._reaper.image(name_of(layer_id))
-
-    async def _remove(self, name: str, reached: Reached | None) -> None:
-        await asyncio.gather(self._reaper.container(name), *([reached.close()] if reached is not None else []))
 
 
 def _not_made(error: Refused) -> Internal:

@@ -13,6 +13,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -94,7 +95,9 @@ class Daemon:
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait([running])
+            while not running.done():
+                with contextlib.suppress(asyncio.CancelledError):  # who cancels twice waits as well
+                    await asyncio.wait([running])
             if not running.cancelled():
                 running.exception()  # the caller has left; its clean-up finds out
             raise
@@ -158,7 +161,10 @@ class Daemon:
         await self._call(work)
 
     async def remove(self, container: str) -> None:
-        """Kill and remove a container with its anonymous volumes; one that is gone is fine."""
+        """Kill and remove a container with its anonymous volumes; one that is gone is fine.
+
+        Where somebody else is removing it, waits for how that ends: it may fail.
+        """
 
         def work() -> None:
             try:
@@ -169,8 +175,17 @@ class Daemon:
                 # "removal of container ... is already in progress"
                 if error.status_code != 409 or "in progress" not in str(error.explanation):
                     raise
+                self._wait_for_removal(container)
 
         await self._call(work)
+
+    def _wait_for_removal(self, container: str) -> None:
+        try:
+            failure = self._api.wait(container, condition="removed").get("Error")
+        except self._errors.NotFound:
+            return
+        if failure:
+            raise Refused(500, str(failure.get("Message")))
 
     async def containers(self, label: str, *, running: bool = False) -> list[Json]:
         """Containers with a label, the stopped ones included unless ``running``."""

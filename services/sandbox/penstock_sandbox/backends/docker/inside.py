@@ -95,7 +95,7 @@ class Inside(Reach):
             problem = f"its Python cannot be taken from {self._base}: {error.what}"
             raise FailedPrecondition(problem, reason="BACKEND_UNAVAILABLE") from error
         finally:
-            await asyncio.shield(asyncio.ensure_future(self._reaper.container(source)))
+            await self._reaper.container(source)
         command = interpreter.command(PLACE)
         if command is None:
             problem = f"docker_sidecar_image ({self._base}) has no python3 that could be taken out of it"

@@ -75,7 +75,7 @@ class Mounts:
             for archive in archives():
                 await self._daemon.put(container, _FILL, archive)
         finally:
-            await asyncio.shield(asyncio.ensure_future(self._reaper.container(container)))
+            await self._reaper.container(container)
 
 
 def bind(source: Path, target: str) -> Json:

@@ -130,7 +130,7 @@ class Prepared:
                 await self._daemon.put(container, "/", packed([File(path, file) for path, file in wanted.items()]))
                 await self._commit(container, name, {KIND: "equipped"})
             finally:
-                await self._remove(container)
+                await self._reaper.container(container)
         return name
 
     async def trim(self) -> None:
@@ -215,7 +215,7 @@ class Prepared:
                 metadata={"image": image},
             ) from error
         finally:
-            await self._remove(container)
+            await self._reaper.container(container)
 
     def _known(self, image: str, user: str, account: Account | None) -> Account:
         if account is None:
@@ -247,16 +247,13 @@ class Prepared:
         try:
             await self._daemon.put(container, "/", pieces())
         finally:
-            await self._remove(source)
+            await self._reaper.container(source)
         return written
 
     async def _unstarted(self, image: str) -> str:
         """A container of an image that is never started."""
         settings: Json = {"image": image, "command": ["-"], "entrypoint": ["-"], "labels": self._owner.labels("making")}
         return await self._daemon.create("", settings, {"network_mode": "none"})
-
-    async def _remove(self, container: str) -> None:
-        await asyncio.shield(asyncio.ensure_future(self._reaper.container(container)))
 
     async def _commit(self, container: str, name: str, labels: Mapping[str, str]) -> None:
         repository, _, tag = name.partition(":")

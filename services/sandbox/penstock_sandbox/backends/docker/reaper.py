@@ -6,14 +6,17 @@ count is told (``snapshots``), and until then all of them do.
 
 Invariants
 - Only what carries this instance's label is ever removed.
-- A removal that fails is tried again, for ever, ever more rarely; nobody waits for it.
-- With a runtime of the operator's choice, a removed container's processes are looked for too (``remnants``).
+- A removal that was asked for is carried out, also where who asked is cancelled, and before the service ends.
+- One that fails is tried again, for ever, ever more rarely. Nobody waits for it but, for a while, the service's end.
+- With a runtime of the operator's choice, a removed container's processes are looked for too, and those of one that
+  the daemon cannot remove (``remnants``).
 - The daemon may still be carrying out what a killed service asked of it, so leftovers are looked for again and again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -35,6 +38,8 @@ _LAST_RETRY_S = 60.0
 _FIRST_SWEEP_S = 1.0
 _LAST_SWEEP_S = 300.0
 _AT_ONCE = 8
+# What failed until the service ends is tried for so long; who stops the service gives it more.
+_PATIENCE_S = 10.0
 
 _log = structlog.get_logger(__name__)
 
@@ -69,7 +74,10 @@ class Reaper:
         self._owner = owner
         self._other_runtime = other_runtime
         self._tasks: set[asyncio.Task[None]] = set()
+        self._asked: set[asyncio.Task[None]] = set()
+        self._failed: dict[asyncio.Task[None], str] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self.snapshots: frozenset[str] | None = None
         """Names of the images of earlier runs that are snapshots still; None while that is not known."""
@@ -80,23 +88,29 @@ class Reaper:
         self._own(self._sweep_forever(), "docker-sweep")
 
     async def aclose(self) -> None:
-        """Stop. What could not be removed is found by its label at the next start; what removed ones left is not."""
+        """Stop. What cannot be removed is found by its label at the next start; what removed ones left is not."""
+        await asyncio.gather(*self._asked, return_exceptions=True)
+        self._closing.set()
+        if self._failed:
+            await asyncio.wait(self._failed, timeout=_PATIENCE_S)
+        if self._failed:
+            _log.warning("left to the next start of this service", what=sorted(self._failed.values()))
         await asyncio.gather(*self._ending, return_exceptions=True)
-        for task in self._tasks:
+        for task in (*self._tasks, *self._failed):
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._failed, return_exceptions=True)
 
     async def container(self, name: str) -> None:
         """Remove a container now; where that fails it is tried again in the background."""
-        await self._attempt(lambda: self._remove_container(name), "container", name)
+        await self._ask(lambda: self._remove_container(name), "container", name)
 
     async def image(self, name: str) -> None:
         """Remove an image, as ``container`` does."""
-        await self._attempt(lambda: self._daemon.remove_image(name), "image", name)
+        await self._ask(lambda: self._daemon.remove_image(name), "image", name)
 
     async def volume(self, name: str) -> None:
         """Remove a volume, as ``container`` does."""
-        await self._attempt(lambda: self._daemon.remove_volume(name), "volume", name)
+        await self._ask(lambda: self._daemon.remove_volume(name), "volume", name)
 
     async def _remove_container(self, name: str) -> None:
         if not self._other_runtime:
@@ -106,11 +120,23 @@ class Reaper:
             made = str((await self._daemon.inspect(name))["Id"])
         except Missing:
             return
-        await self._daemon.remove(made)
+        try:
+            await self._daemon.remove(made)
+        except Refused:
+            # A kernel or a supervisor that hangs ends at nobody's word, and the daemon waits for it each time.
+            await remnants.end(made)
+            raise
         # Nobody waits for it, but for the end of this service.
         ending = asyncio.create_task(remnants.end(made), name=f"docker-remnants-{made[:12]}")
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
+
+    async def _ask(self, remove: Callable[[], Awaitable[None]], kind: str, name: str) -> None:
+        asked = asyncio.create_task(self._attempt(remove, kind, name), name=f"docker-remove-{name}")
+        self._asked.add(asked)
+        asked.add_done_callback(self._asked.discard)
+        # Who asks may be cancelled, and again as it cleans up.
+        await asyncio.shield(asked)
 
     async def _attempt(self, remove: Callable[[], Awaitable[None]], kind: str, name: str) -> None:
         try:
@@ -118,12 +144,14 @@ class Reaper:
                 await remove()
         except (Refused, PenstockError) as error:
             _log.warning("removal failed; it is tried again", kind=kind, name=name, error=str(error))
-            self._own(self._insist(remove, kind, name), f"docker-remove-{name}")
+            failed = asyncio.create_task(self._insist(remove, kind, name), name=f"docker-insist-{name}")
+            self._failed[failed] = f"{kind} {name}"
+            failed.add_done_callback(self._failed.pop)
 
     async def _insist(self, remove: Callable[[], Awaitable[None]], kind: str, name: str) -> None:
         wait_s = _FIRST_RETRY_S
         while True:
-            await asyncio.sleep(wait_s)
+            await self._pause(wait_s)
             wait_s = min(2 * wait_s, _LAST_RETRY_S)
             try:
                 async with self._slots:
@@ -132,6 +160,13 @@ class Reaper:
                 _log.warning("removal failed again", kind=kind, name=name, error=str(error), next_s=wait_s)
             else:
                 return
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait; once the service ends, no longer than the first time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+            await asyncio.sleep(min(seconds, _FIRST_RETRY_S))
 
     async def sweep(self) -> int:
         """Remove what earlier runs of this instance left; answers how much that was."""

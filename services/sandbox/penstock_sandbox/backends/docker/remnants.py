@@ -1,11 +1,11 @@
-"""What a runtime with a kernel of its own leaves of a container that the daemon has removed.
+"""What a runtime with a kernel of its own leaves of a container that the daemon has removed, or cannot remove.
 
 Purpose: with gVisor a container that failed to start leaves its kernel, its file server and its supervisor behind: the
 daemon forgets the container, and all three live on (dockerd 20.10, even beyond its end), as do their control groups.
 They are of the daemon's machine; where that is this one, and this service may, they are ended.
 
 Invariants: only processes of the programs that run containers, and only with the full id of a container in their
-arguments that this service made and the daemon has removed. Elsewhere this finds nothing, and does nothing.
+arguments that this service made and had the daemon remove. Elsewhere this finds nothing, and does nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = structlog.get_logger(__name__)
 
 
 async def end(container: str) -> None:
-    """End what is left of a removed container, by its full id; answers when nothing is, or after some tries."""
+    """End what is left of a container, by its full id; answers when nothing is, or after some tries."""
     if not await asyncio.to_thread(find, container):
         return
     await asyncio.sleep(_GRACE_S)
@@ -38,7 +38,7 @@ async def end(container: str) -> None:
         if not left:
             await asyncio.to_thread(_remove_groups, container)
             return
-        _log.warning("a removed container's processes are ended", container=container[:12], count=len(left))
+        _log.warning("what is left of a container is ended", container=container[:12], count=len(left))
         for pid in left:
             try:
                 os.kill(pid, signal.SIGKILL)
