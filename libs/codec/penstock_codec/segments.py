@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from threading import Lock
 from typing import Final
 
@@ -76,15 +76,24 @@ class Segments:
         if self._words is None:
             found = self._ids_of(blocks)
             return np.concatenate([found[block] for block in blocks])
-        found = self._ids_of([block for block in blocks if len(block) >= LONG_BLOCK])
         arrays: list[IntArray] = []
-        for long, group in groupby(blocks, found.__contains__):
-            together = list(group)
-            arrays += [found[block] for block in together] if long else [self._words.ids(together)]
+        short: list[str] = []
+        for block in blocks:
+            if len(block) < LONG_BLOCK:
+                short.append(block)
+                continue
+            if short:
+                arrays.append(self._words.ids(short))
+                short = []
+            arrays.append(self._ids_of([block])[block])
+        if short:
+            arrays.append(self._words.ids(short))
         return np.concatenate(arrays)
 
     def _ids_of(self, stretches: Sequence[str]) -> dict[str, IntArray]:
         found = self._find(stretches)
+        if len(found) == len(stretches):
+            return found
         unknown = list(dict.fromkeys(stretch for stretch in stretches if stretch not in found))
         if sum(map(len, unknown)) < _ALONE:
             found |= self._make(unknown)

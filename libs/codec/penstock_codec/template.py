@@ -23,8 +23,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart, ToolResultPart
 from penstock_codec.errors import CodecError
@@ -65,13 +66,12 @@ class ChatTemplate:
             self._template = environment.from_string(text)
         except jinja2.TemplateError as error:
             raise CodecError("TEMPLATE_INVALID", f"the chat template does not compile: {error}") from error
-        # Jinja would put them together for each text.
-        self._globals = dict(self._template.globals)
+        # What every text has, which Jinja would put together for each.
+        self._given = {**self._template.globals, "documents": None, **special_tokens}
         self.text = text
         self.supports_tools = "tools" in text
         self.renders_call_ids = "tool_call_id" in text or "tool_call.id" in text
         self._knows_developer = "developer" in text
-        self._special_tokens = dict(special_tokens)
         self._short_ids = False
         self._late_instructions = True
         self._joins_users = False
@@ -100,19 +100,17 @@ class ChatTemplate:
         if clash := RESERVED & extra.keys():
             raise CodecError("TEMPLATE_REFUSED", f"template_kwargs may not set {', '.join(sorted(clash))}")
         try:
-            context = self._template.new_context(
-                {
-                    **self._globals,
-                    "messages": [item for message in self._placed(messages) for item in self._as_dicts(message)],
-                    "tools": [_tool_dict(tool) for tool in tools] or None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    **self._special_tokens,
-                    **extra,
-                },
-                shared=True,
+            variables = {
+                **self._given,
+                "messages": [item for message in self._placed(messages) for item in self._as_dicts(message)],
+                "tools": [_tool_dict(tool) for tool in tools] or None,
+                "add_generation_prompt": add_generation_prompt,
+                **extra,
+            }
+            template = self._template
+            return "".join(
+                template.root_render_func(Context(template.environment, variables, template.name, template.blocks))
             )
-            return "".join(self._template.root_render_func(context))
         except CodecError:
             raise
         except Exception as error:  # a template is a program of the model's author: whatever it raises is its refusal
@@ -284,7 +282,18 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             return getattr(obj, attribute)
         if kind is LoopContext and attribute in _OF_LOOPS:
             return getattr(obj, attribute)
+        if kind is Namespace and not attribute.startswith("_"):
+            try:
+                return getattr(obj, attribute)  # it has none but what a template put there
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """As the sandbox has it."""
+        if obj is Namespace and not args and "_loop_vars" not in kwargs and "_block_vars" not in kwargs:
+            return Namespace(**kwargs)
+        return super().call(context, obj, *args, **kwargs)
 
 
 class _GenerationBlock(Extension):

@@ -20,7 +20,11 @@ MAX_CALL_CHARS = 1 << 20
 MAX_DEPTH = 64
 MAX_NAME_CHARS = 256
 
-_STRUCTURAL = re.compile(r'["\\\[\]{}]')
+_BRACKET = re.compile(r"[\[\]{}]")
+# None of these ever goes back over what it has read.
+_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_STRINGS = re.compile(rf'[^"]*+(?:"{_STRING.pattern}"[^"]*+)*+', re.DOTALL)
+_WHOLE_STRING = re.compile(f'"{_STRING.pattern}"', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
 # As nearly every call is written; of its arguments only where they begin and end is known.
 _USUAL = re.compile(
@@ -48,40 +52,72 @@ class Malformed:
     reason: str
 
 
-class JsonTracker:
-    """Follows JSON text as it comes: inside a string or not, and how deep. Linear in the text, whatever it holds."""
+class StringTracker:
+    """Follows JSON text as it comes: does it end inside a string? Linear in the text, whatever it holds.
 
-    __slots__ = ("_skip", "deepest", "depth", "in_string")
+    It looks at the text when it is asked, and then at all that came since: as a rule that is once, when a call closes.
+    """
+
+    __slots__ = ("_escaping", "_inside", "_unread")
 
     def __init__(self) -> None:
-        self.in_string = False
-        self.depth = 0
-        self.deepest = 0
-        self._skip = False  # the text so far ends in an escaping backslash
+        self._unread: list[str] = []
+        self._inside = False
+        self._escaping = False  # what was read ends in an escaping backslash
 
     def feed(self, text: str) -> None:
         """Take the next piece of the text."""
-        after_escape = 1 if self._skip and text else 0
-        if text:
-            self._skip = False
-        for match in _STRUCTURAL.finditer(text):
-            position = match.start()
-            if position < after_escape:
-                continue
-            char = text[position]
-            if self.in_string:
-                if char == "\\":
-                    after_escape = position + 2
-                    self._skip = after_escape > len(text)
-                elif char == '"':
-                    self.in_string = False
-            elif char == '"':
-                self.in_string = True
-            elif char in "[{":
-                self.depth += 1
-                self.deepest = max(self.deepest, self.depth)
-            elif char in "]}":
-                self.depth -= 1
+        self._unread.append(text)
+
+    @property
+    def in_string(self) -> bool:
+        """Whether the text ends inside a string."""
+        if self._unread:
+            self._read("".join(self._unread))
+            self._unread.clear()
+        return self._inside
+
+    def _read(self, text: str) -> None:
+        if not text:
+            return
+        at = 0
+        if self._inside:
+            at = _string_end(text, 1 if self._escaping else 0)
+            self._escaping = False
+            if at < len(text) and text[at] == '"':
+                self._inside = False
+                at += 1
+        if not self._inside:
+            at = _strings_end(text, at)
+            if at == len(text):
+                return
+            self._inside = True
+            at = _string_end(text, at + 1)
+        self._escaping = at < len(text)
+
+
+def _string_end(text: str, at: int) -> int:
+    """Where the string ends that goes on at `at`: at its quote, at a last backslash, or with the text."""
+    found = _STRING.match(text, at)
+    return at if found is None else found.end()
+
+
+def _strings_end(text: str, at: int) -> int:
+    """The quote that opens a string which the text does not close, or the text's end. `at` is outside of strings."""
+    found = _STRINGS.match(text, at)
+    return at if found is None else found.end()
+
+
+def depths(text: str) -> tuple[int, int]:
+    """How deep JSON text nests at its end, and at most."""
+    depth = deepest = 0
+    for match in _BRACKET.finditer(_WHOLE_STRING.sub("", text[: _strings_end(text, 0)])):
+        if match.group() in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        else:
+            depth -= 1
+    return depth, deepest
 
 
 def parse_call(text: str) -> CallText | Malformed:
@@ -190,9 +226,8 @@ def _checked(text: str) -> str | Malformed:
         return Malformed("EMPTY")
     if text.count("{") + text.count("[") <= MAX_DEPTH:
         return text
-    tracker = JsonTracker()
-    tracker.feed(text)
-    return Malformed("TOO_DEEP") if tracker.deepest > MAX_DEPTH else text
+    _, deepest = depths(text)
+    return Malformed("TOO_DEEP") if deepest > MAX_DEPTH else text
 
 
 def _call(

@@ -18,8 +18,9 @@ from penstock_codec.tool_json import (
     MAX_CALL_CHARS,
     MAX_DEPTH,
     CallText,
-    JsonTracker,
     Malformed,
+    StringTracker,
+    depths,
     parse_call,
     parse_calls,
 )
@@ -250,15 +251,50 @@ def test_every_json_object_is_read_back_as_it_was_written(
     assert parsed == (CallText(name, text) if name.strip() else Malformed("NOT_A_CALL"))
 
 
-@given(text=st.text(alphabet='a"\\{}[]\n', max_size=60), cuts=st.lists(st.integers(0, 60), max_size=4))
-def test_following_json_in_pieces_is_following_it_whole(text: str, cuts: list[int]) -> None:
-    """R80: an escape or a string may be cut anywhere."""
-    whole, pieces = JsonTracker(), JsonTracker()
-    whole.feed(text)
+def followed(text: str) -> tuple[bool, int, int]:
+    """JSON text read one character after the other: is its end inside a string, how deep is that, and how deep at most.
+
+    What the parser finds with a few searches.
+    """
+    inside = escaped = False
+    depth = deepest = 0
+    for char in text:
+        if inside:
+            inside = escaped or char != '"'
+            escaped = not escaped and char == "\\"
+        elif char == '"':
+            inside = True
+        elif char in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "]}":
+            depth -= 1
+    return inside, depth, deepest
+
+
+@given(
+    text=st.text(alphabet='a"\\{}[]\n', max_size=60),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+    asked=st.booleans(),
+)
+def test_json_is_followed_in_pieces_as_it_is_whole(text: str, cuts: list[int], asked: bool) -> None:
+    """R80: an escape or a string may be cut anywhere, and it may be asked for at any time."""
+    strings = StringTracker()
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for start, end in itertools.pairwise(edges):
-        pieces.feed(text[start:end])
-    assert (pieces.in_string, pieces.depth, pieces.deepest) == (whole.in_string, whole.depth, whole.deepest)
+        strings.feed(text[start:end])
+        if asked:
+            assert strings.in_string == followed(text[:end])[0]
+    assert (strings.in_string, *depths(text)) == followed(text)
+
+
+def test_text_that_means_to_take_long_is_followed_in_one_pass() -> None:
+    """R80: a model, or who speaks through it, may write a million escaped quotes in a string that it never closes."""
+    text = '{"a": "' + '\\"' * 500_000
+    strings = StringTracker()
+    strings.feed(text)
+    assert strings.in_string
+    assert depths(text) == (1, 1)
 
 
 @given(text=st.text(max_size=80))

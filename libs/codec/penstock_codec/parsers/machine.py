@@ -17,7 +17,7 @@ from penstock_codec.decoding import Detokenizer
 from penstock_codec.parsers.grammar import Grammar, Mark
 from penstock_codec.parsers.scanner import Markup, MarkupScanner, MarkupTexts
 from penstock_codec.quick import quick
-from penstock_codec.tool_json import MAX_CALL_CHARS, CallText, JsonTracker, Malformed
+from penstock_codec.tool_json import MAX_CALL_CHARS, CallText, Malformed, StringTracker, depths
 
 MAX_CALLS = 128
 _BARE_CHARS = 64
@@ -135,24 +135,30 @@ class CompletionParser:
         self._opening = ""
         self._body: list[str] = []
         self._body_chars = 0
-        self._tracker = JsonTracker()
+        self._strings = StringTracker()
 
     def feed(self, ids: Sequence[int]) -> list[Delta]:
         """Take the next ids; answer what became certain."""
         reading = self._reading
-        is_text, size = reading.is_text, len(reading.is_text)
+        is_text = reading.is_text
+        known = list(ids)
+        if known and not 0 <= min(known) <= max(known) < len(is_text):
+            known = [index for index in known if 0 <= index < len(is_text)]
+        # Which of them are no text is found at once for all: a completion has thousands of ids, and few that are none.
+        texts = bytes(map(is_text.__getitem__, known))
         run: list[int] = []
-        for index in ids:
-            if 0 <= index < size and is_text[index]:
-                run.append(index)
-                continue
-            markup = reading.ids.get(index)
+        at = 0
+        while (other := texts.find(0, at)) >= 0:
+            run += known[at:other]
+            at = other + 1
+            markup = reading.ids.get(known[other])
             if markup is None:
                 continue
             self._take_text(self._text.push(run) + self._text.flush())
-            run.clear()
+            run = []
             self._take_held()
             self._take(markup)
+        run += known[at:]
         if run:
             self._take_text(self._text.push(run))
         if len(ids):
@@ -233,7 +239,7 @@ class CompletionParser:
 
     def _take_in_call(self, event: Markup | str) -> None:
         grammar = self._grammar
-        if isinstance(event, Markup) and not (grammar.is_json and self._tracker.in_string):
+        if isinstance(event, Markup) and not (grammar.is_json and self._strings.in_string):
             mark = grammar.marks[event.text]
             if mark is Mark.CLOSE_CALL:
                 self._close_call(event.text)
@@ -250,7 +256,7 @@ class CompletionParser:
         before = self._body_chars
         self._body_chars += len(text)
         if before <= MAX_CALL_CHARS and grammar.is_json:
-            self._tracker.feed(text)
+            self._strings.feed(text)
         bare = None if self._opening or before >= _BARE_CHARS else grammar.may_begin_bare
         if bare is not None and not bare("".join(self._body)[:_BARE_CHARS]):
             self._reject("", "")
@@ -258,12 +264,13 @@ class CompletionParser:
     def _open_call(self, opening: str) -> None:
         self._state = State.CALL
         self._opening = opening
-        self._body, self._body_chars, self._tracker = [], 0, JsonTracker()
+        self._body, self._body_chars, self._strings = [], 0, StringTracker()
 
     def _close_call(self, closing: str) -> None:
-        read = self._read_call("".join(self._body))
+        body = "".join(self._body)
+        read = self._read_call(body)
         if isinstance(read, Malformed):
-            open_json = self._grammar.is_json and (self._tracker.in_string or self._tracker.depth > 0)
+            open_json = self._grammar.is_json and (self._strings.in_string or depths(body)[0] > 0)
             self._reject(
                 "UNCLOSED" if read.reason == "NOT_JSON" and open_json and not closing else read.reason, closing
             )
