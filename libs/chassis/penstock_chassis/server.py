@@ -9,7 +9,6 @@ close and persist the rest.
 """
 
 import asyncio
-import gc
 import os
 import signal
 import sys
@@ -29,6 +28,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from penstock.ops.v1 import operations_service_pb2_grpc
 from penstock_chassis import logging, operations, tracing
 from penstock_chassis.auth import Authenticator, Role, RoleTable
+from penstock_chassis.collector import Collector
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_chassis.exposition import exposition
 from penstock_chassis.interceptor import ServerInterceptor
@@ -267,7 +267,7 @@ async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContext
                 "endpoints": endpoints,
                 "pid": os.getpid(),
             }
-            _calm_collector()
+            Collector(asyncio.get_running_loop()).begin()
             sys.stdout.write(orjson.dumps(ready).decode() + "\n")
             sys.stdout.flush()
             watched.begin()
@@ -289,13 +289,6 @@ def _tls(settings: ServiceSettings) -> ServerTls | None:
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     return ServerTls(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-
-
-def _calm_collector() -> None:
-    """What is loaded by now lives as long as the process, and most of what a call makes dies by its reference count."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
 
 
 def _server(settings: ServiceSettings, service: Service) -> Server:
