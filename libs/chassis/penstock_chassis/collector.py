@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import time
 from contextvars import Context
 from typing import Final
@@ -41,6 +42,8 @@ class Collector:
 
     def begin(self) -> None:
         """What is loaded by now lives as long as the process."""
+        if sys.version_info >= (3, 14):
+            return  # its collections are incremental: they need none of this, and tell of it otherwise
         gc.collect()
         gc.freeze()
         self._most = max(self._least, 2 * self._count())
@@ -60,7 +63,7 @@ class Collector:
 
     def _count(self) -> int:
         frozen = gc.get_freeze_count()
-        self._room = self._most - frozen
+        self._room = max(self._most - frozen, self._most // 16)
         return frozen
 
     def _collect_everything(self) -> None:

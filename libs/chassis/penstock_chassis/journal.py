@@ -1,9 +1,14 @@
-"""A service's durable state: one SQLite file in WAL mode, written by one thread with group commit.
+"""A service's durable state: one SQLite file in WAL mode, written with group commit.
 
-Many tasks of the event loop submit writes; one dedicated thread takes all that wait, runs them in the order of their
-submission inside one transaction and commits once. What one turn of the loop submits is handed to the thread together:
-to wake a thread costs more than a write. A writer's `await` returns after the commit, so what was
-acknowledged survives a kill -9 of the service (and with `sync="full"` a loss of power).
+Many tasks of the event loop submit writes; all that wait run in the order of their submission inside one transaction,
+with one commit. A writer's `await` returns after the commit, so what was acknowledged survives a kill -9 of the service
+(and with `sync="full"` a loss of power).
+
+What one turn of the loop submits is committed together, by a dedicated thread, or where it is when every writer has
+said how small its write is: to wake a thread, and to wait for the interpreter's lock twice a statement, costs more
+than such a write, which only copies a few pages to the kernel. Whatever may wait for a disk is the thread's: reads,
+large writes, the file's checkpoints, and with `sync="full"` everything. While it is at work nothing is written on the
+loop, so that no write waits there for a sync (docs/decisions/023).
 
 Invariants:
 
@@ -12,6 +17,7 @@ Invariants:
 - The statements of one `write` happen all or not at all. A statement that fails fails its own writer only.
 - Cancelling a task that waits does not take its write back.
 - One process owns the file: a second one that opens it is refused.
+- The connection is the loop's or the thread's, never both's: it is lent with a batch and comes back when that is done.
 """
 
 import asyncio
@@ -25,6 +31,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
+import structlog
+
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_chassis.metrics import SHORT_S, histogram
 
@@ -32,15 +40,28 @@ SqlValue: TypeAlias = int | float | str | bytes | None
 SqlParams: TypeAlias = Sequence[SqlValue] | Mapping[str, SqlValue]
 Statement: TypeAlias = tuple[str, SqlParams]
 
+_log = structlog.get_logger(__name__)
+
 _COMMIT_SECONDS: Final = histogram(
     "penstock_journal_commit_seconds", "Transactions of the journal, begin to commit", buckets=SHORT_S
 )
 
-_MAX_BATCH = 1024
+_MAX_BATCH: Final = 1024
 """From so many writers on a transaction takes no more in: bounds how long the first waits for the last."""
 
-_LATER_S: Final = 0.02
-"""How long a write that may wait does, unless another one goes first."""
+_MOST_HERE: Final = 2 << 20
+_WRITE_BYTES: Final = 2 << 10
+"""What is committed on the event loop at once, and what a write counts for beside what it holds. That is some ten
+milliseconds, and less than a tenth of what the loop took for the calls that wrote so much.
+"""
+
+_APART_S: Final = 0.001
+"""Between one commit on the event loop and the next: where there are many more go together, and one alone waits not."""
+
+_CHECKPOINT_ROWS: Final = 2000
+_CHECKPOINT_BYTES: Final = 8 << 20
+"""Changed rows, and bytes written beside, from which on the log is copied to the file: 10 to 20 MiB of it, a page being
+in it once for each commit that changed it. While that goes on nothing is committed: some 10 ms."""
 
 _STATEMENT_CACHE = 256
 _LOCK_WAIT_S = 2.0
@@ -58,6 +79,7 @@ class _Job(NamedTuple):
     statements: Sequence[Statement]
     rows: bool
     """True: the one statement's rows are the result. False: the changed row counts are."""
+    size: int | None
     done: asyncio.Future[Any]
 
 
@@ -79,11 +101,20 @@ class Journal:
         self._migrations = tuple(migrations)
         self._sync = sync
         self._loop = asyncio.get_running_loop()
+        self._connection: sqlite3.Connection | None = None
+        # For the thread, one batch at a time; None ends it.
         self._jobs: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
-        # Submitted, and not yet handed to the thread.
+        # Submitted, and neither committed nor with the thread.
         self._waiting: list[_Job] = []
+        # The thread has the connection.
+        self._lent = False
+        # What is submitted sooner waits a little: the loop's time.
+        self._next = 0.0
+        # At the last checkpoint, rows as the connection counts them; since then, bytes of what was written.
+        self._rows_then = 0
+        self._bytes = 0
         self._due = False
-        self._later: asyncio.TimerHandle | None = None
+        self._over = False
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._closing = False
@@ -131,19 +162,14 @@ class Journal:
         """Runs the statements durably, all or none; returns each one's changed row count. Raises as `execute` does."""
         return await self.submit(statements)
 
-    def submit(self, statements: Sequence[Statement], *, soon: bool = True) -> asyncio.Future[list[int]]:
+    def submit(self, statements: Sequence[Statement], *, size: int | None = None) -> asyncio.Future[list[int]]:
         """Puts a write in order at once and returns what to await for its commit.
 
         For code that must fix the order of several writes without waiting in between. Cancelling the future does not
-        take the write back. One that nobody waits for needs not be `soon`: it goes with the next that is, or after 20
-        ms.
+        take the write back. `size` is about how many bytes it writes, for one that changes a few rows, which it finds
+        by their keys: it may be committed on the event loop.
         """
-        return self._enqueue(statements, rows=False, soon=soon)
-
-    def hurry(self) -> None:
-        """Lets what was submitted wait no more."""
-        if self._waiting:
-            self._hand_over()
+        return self._enqueue(statements, rows=False, size=size)
 
     async def query(self, sql: str, params: SqlParams = ()) -> list[sqlite3.Row]:
         """Runs one statement and returns its rows; `INSERT ... RETURNING` and its like are allowed and durable.
@@ -157,8 +183,7 @@ class Journal:
         """Commits what was submitted, closes the file and ends the thread. Idempotent and safe from several tasks."""
         if not self._closing:
             self._closing = True
-            self.hurry()
-            self._jobs.put(None)
+            self._begin()
         await asyncio.shield(self._ended)
 
     async def __aenter__(self) -> Self:
@@ -169,30 +194,48 @@ class Journal:
     ) -> None:
         await self.aclose()
 
-    def _enqueue(self, statements: Sequence[Statement], *, rows: bool, soon: bool = True) -> asyncio.Future[Any]:
+    def _enqueue(self, statements: Sequence[Statement], *, rows: bool, size: int | None = None) -> asyncio.Future[Any]:
         for sql, _ in statements:
             _check(sql)
         if self._closing:
             raise Unavailable("The service is stopping and records nothing more.", reason="JOURNAL_CLOSED")
         done: asyncio.Future[Any] = self._loop.create_future()
-        self._waiting.append(_Job(statements, rows, done))
-        if soon:
-            if not self._due:
-                self._due = True
-                self._loop.call_soon(self._hand_over)
-        elif self._later is None:
-            self._later = self._loop.call_later(_LATER_S, self._time_is_up)
+        self._waiting.append(_Job(statements, rows, size, done))
+        if not self._due:
+            self._due = True
+            if self._loop.time() < self._next:
+                self._loop.call_later(_APART_S, self._begin)
+            else:
+                self._loop.call_soon(self._begin)
         return done
 
-    def _hand_over(self) -> None:
+    def _begin(self) -> None:
+        """Commits what waits, or lets the thread do it; what the thread is busy with comes first."""
         self._due = False
-        if self._waiting:
-            jobs, self._waiting = self._waiting, []
-            self._jobs.put(jobs)
+        while self._waiting and not self._lent:
+            batch = self._waiting[:_MAX_BATCH]
+            del self._waiting[:_MAX_BATCH]
+            connection, size = self._connection, _size_of(batch)
+            if connection is not None and size is not None and size <= _MOST_HERE:
+                _settle(_commit_timed(connection, batch))
+                self._next = self._loop.time() + _APART_S
+                self._bytes += size - _WRITE_BYTES * len(batch)  # rows are counted as such
+                if self._checkpoint_due(connection):
+                    self._lend([])
+            else:
+                self._lend(batch)
+        if self._closing and not self._lent and not self._over:
+            self._over = True
+            self._jobs.put(None)
 
-    def _time_is_up(self) -> None:
-        self._later = None
-        self._hand_over()
+    def _lend(self, batch: list[_Job]) -> None:
+        self._lent = True
+        self._jobs.put(batch)
+
+    def _take_back(self, results: list[_Result]) -> None:
+        self._lent = False
+        _settle(results)
+        self._begin()
 
     # The thread ------------------------------------------------------------------------------------------------------
 
@@ -203,40 +246,79 @@ class Journal:
             self._call(_settle_open, self._opened, error)
             self._call(_settle_open, self._ended, None)
             return
-        self._call(_settle_open, self._opened, None)
         try:
             self._serve(connection)
         finally:
+            self._connection = None
             connection.close()
             self._call(_settle_open, self._ended, None)
 
     def _serve(self, connection: sqlite3.Connection) -> None:
-        more = True
-        while more:
-            jobs = self._jobs.get()
-            batch: list[_Job] = []
-            while jobs is not None:
-                batch += jobs
-                if len(batch) >= _MAX_BATCH:
-                    break
-                try:
-                    jobs = self._jobs.get_nowait()
-                except queue.Empty:
-                    break
-            more = jobs is not None
-            if batch:
-                began = time.perf_counter()
-                results = _commit(connection, batch)
-                _COMMIT_SECONDS.observe(time.perf_counter() - began)
-                self._call(_settle, results)
+        self._checkpoint(connection)  # of what a killed one left
+        if self._sync != "full":
+            self._connection = connection
+        self._call(_settle_open, self._opened, None)
+        while (batch := self._jobs.get()) is not None:
+            results = _commit_timed(connection, batch) if batch else []
+            self._bytes += sum(map(_bytes_of, batch))
+            if self._checkpoint_due(connection):
+                self._call(_settle, results)  # they need not wait for it
+                results = []
+                self._checkpoint(connection)
+            self._call(self._take_back, results)
+
+    # Whoever has the connection --------------------------------------------------------------------------------------
+
+    def _checkpoint_due(self, connection: sqlite3.Connection) -> bool:
+        return connection.total_changes - self._rows_then >= _CHECKPOINT_ROWS or self._bytes >= _CHECKPOINT_BYTES
+
+    def _checkpoint(self, connection: sqlite3.Connection) -> None:
+        """Copies the log to the file, and begins it anew; both are synced."""
+        self._rows_then, self._bytes = connection.total_changes, 0
+        try:
+            connection.execute("PRAGMA wal_checkpoint").fetchall()
+            # The first write to a log that begins syncs its header: that is not left to the loop.
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            connection.execute(f"PRAGMA user_version = {version}")
+        except sqlite3.Error as error:
+            # Nothing is lost: the log has it, and grows until one succeeds.
+            _log.warning("the journal's log could not be copied to its file", path=str(self._path), error=repr(error))
 
     def _call(self, function: Any, *arguments: Any) -> None:
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:
-            # The loop is closed: nobody waits any more. The thread goes on, so that what was submitted is recorded.
+            # The loop is closed: nobody waits any more. What the thread had is recorded.
             if not self._loop.is_closed():
                 raise
+
+
+def _commit_timed(connection: sqlite3.Connection, batch: list[_Job]) -> list[_Result]:
+    began = time.perf_counter()
+    try:
+        results = _commit(connection, batch)
+    except Exception as error:  # noqa: BLE001 - no memory, or a disk that refuses the way back too: everyone is told
+        results = [_Result(job, None, error) for job in batch]
+    _COMMIT_SECONDS.observe(time.perf_counter() - began)
+    return results
+
+
+def _size_of(batch: list[_Job]) -> int | None:
+    """What a batch writes, when every writer has said so."""
+    size = _WRITE_BYTES * len(batch)
+    for job in batch:
+        if job.size is None:
+            return None
+        size += job.size
+    return size
+
+
+def _bytes_of(job: _Job) -> int:
+    """What a write writes beside numbers."""
+    if job.size is not None:
+        return job.size
+    given = (params.values() if isinstance(params, Mapping) else params for _, params in job.statements)
+    return sum(len(value) for values in given for value in values if isinstance(value, str | bytes))
 
 
 def _commit(connection: sqlite3.Connection, batch: list[_Job]) -> list[_Result]:
@@ -343,13 +425,19 @@ def _open(path: Path, migrations: Sequence[str], sync: Literal["normal", "full"]
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.touch(mode=0o600)
         connection = sqlite3.connect(
-            path, timeout=_LOCK_WAIT_S, isolation_level=None, cached_statements=_STATEMENT_CACHE
+            path,
+            timeout=_LOCK_WAIT_S,
+            isolation_level=None,
+            cached_statements=_STATEMENT_CACHE,
+            check_same_thread=False,  # it is lent, and used by one at a time
         )
         connection.row_factory = sqlite3.Row
         # Exclusive before WAL: no shared-memory file, and the lock lasts as long as the process, however it ends.
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {sync.upper()}")
+        # The thread does that, and not whoever happens to commit the thousandth page.
+        connection.execute("PRAGMA wal_autocheckpoint = 0")
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("COMMIT")

@@ -8,13 +8,14 @@ own, mode 0600.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from sqlite3 import Row
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 import structlog
 
@@ -32,6 +33,9 @@ from penstock_interception.tools.model import HostTool
 from penstock_interception.tools.store import ToolStore
 
 _log = structlog.get_logger(__name__)
+
+_TELLING_S: Final = 0.02
+"""How long a write waits that may, unless another one goes first."""
 
 _SCHEMA = """
 CREATE TABLE rollouts (
@@ -92,6 +96,9 @@ class CallStore:
         self._answers = 0
         self._bodies = 0
         self._last: asyncio.Future[list[int]] | None = None
+        # Calls whose answers were told since the last write, with their attempts.
+        self._told: dict[str, int] = {}
+        self._telling: asyncio.TimerHandle | None = None
 
     @classmethod
     async def open(cls, directory: Path, *, sync: Literal["normal", "full"] = "normal") -> Self:
@@ -112,6 +119,7 @@ class CallStore:
 
     async def aclose(self) -> None:
         """Commits what was submitted."""
+        self._write_told()
         await self._journal.aclose()
 
     # Writes ----------------------------------------------------------------------------------------------------------
@@ -134,21 +142,25 @@ class CallStore:
         opened: Statement = ("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, '', '', 0, ?, ?)", values)
         granted = [TokenStore.opening(rollout.id, grant) for grant in rollout.grants.values()]
         joined = [RunStore.opening(run)] if run is not None else []
+        # The thread's, like the end of a rollout: RPCs come one by one, and what comes while it commits goes together.
         return self._submit_all([opened, *granted, *joined, *ToolStore.opening(opening.rollout_id, tools)])
 
     def update_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]:
         """Its state changed."""
-        return self._submit(
+        changed: Statement = (
             "UPDATE rollouts SET state = ?, closed = ?, close_reason = ?, exhausted = ?, paused_s = ?,"
             " totals = ? WHERE rollout_id = ?",
-            rollout.state.value,
-            rollout.closed,
-            rollout.close_reason,
-            rollout.exhausted_budget,
-            rollout.paused_s,
-            records.dump_totals(rollout.totals),
-            rollout.id,
+            (
+                rollout.state.value,
+                rollout.closed,
+                rollout.close_reason,
+                rollout.exhausted_budget,
+                rollout.paused_s,
+                records.dump_totals(rollout.totals),
+                rollout.id,
+            ),
         )
+        return self._submit_all([changed])
 
     def delete_rollout(self, rollout_id: str, run: Run | None = None) -> asyncio.Future[list[int]]:
         """Removes a rollout and its calls; its run keeps what it used."""
@@ -190,7 +202,7 @@ class CallStore:
                 call.leases,
             ),
         )
-        return self._submit_all([put, *large])
+        return self._submit_all([put, *large], size=len(arrival.body))
 
     def put_lease(self, call: Call) -> asyncio.Future[list[int]]:
         """A call was leased: a restart keeps the lease for its session to resume."""
@@ -242,7 +254,7 @@ class CallStore:
         # Of no call that is not there: nothing would remove it.
         graph = "INSERT INTO graphs SELECT answer_order, ? FROM calls WHERE call_id = ?"
         large: list[Statement] = [(graph, (record, call.id))] if record else []
-        return self._submit_all([answered, *large])
+        return self._submit_all([answered, *large], size=len(record))
 
     def end_call(self, call: Call) -> asyncio.Future[list[int]]:
         """A call ended without an answer."""
@@ -256,19 +268,35 @@ class CallStore:
             call.id,
         )
 
-    def mark_told(self, call: Call) -> asyncio.Future[list[int]]:
+    def mark_told(self, call: Call) -> None:
         """The agent has the whole answer."""
-        # Nothing waits for it: a crash before its commit is one before the answer's last byte was known to be out.
-        told: Statement = (
-            "UPDATE calls SET told = 1, http_attempts = ? WHERE call_id = ?",
-            (call.http_attempts, call.id),
+        # Nothing waits for it: a crash before its commit is one before the answer's last byte was known to be out. So
+        # all that come one after the other are one write, which goes with the next, or a little later by itself.
+        if not self._told:
+            self._telling = asyncio.get_running_loop().call_later(_TELLING_S, self._write_told)
+        self._told[call.id] = call.http_attempts
+
+    def _write_told(self) -> None:
+        if not self._told:
+            return
+        told, self._told = json.dumps(self._told), {}
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        self._write(
+            [
+                (
+                    "UPDATE calls SET told = 1, http_attempts = given.value FROM json_each(?) AS given"
+                    " WHERE call_id = given.key",
+                    (told,),
+                )
+            ],
+            size=0,
         )
-        return self._submit_all([told], soon=False)
 
     async def settled(self) -> None:
-        """Waits until everything written so far is committed, or refused (which is logged)."""
+        """Waits until everything written so far is committed, or refused (which is logged); not what was told."""
         if self._last is not None and not self._last.done():
-            self._journal.hurry()
             await asyncio.wait([self._last])
 
     # Reads -----------------------------------------------------------------------------------------------------------
@@ -293,6 +321,7 @@ class CallStore:
 
     async def load(self, rollout: Rollout) -> StoredRollout:
         """A rollout's calls, graph and leases; its counts are set from them."""
+        self._write_told()
         rows = await self._journal.query(
             # An answered call's body stays where it is.
             "SELECT calls.*, body, graph FROM calls"
@@ -320,10 +349,14 @@ class CallStore:
         return StoredRollout(rollout, calls, graph, leases)
 
     def _submit(self, sql: str, *params: str | float | bytes | None) -> asyncio.Future[list[int]]:
-        return self._submit_all([(sql, params)])
+        return self._submit_all([(sql, params)], size=0)
 
-    def _submit_all(self, statements: Sequence[Statement], *, soon: bool = True) -> asyncio.Future[list[int]]:
-        written = self._journal.submit(statements, soon=soon)
+    def _submit_all(self, statements: Sequence[Statement], *, size: int | None = None) -> asyncio.Future[list[int]]:
+        self._write_told()
+        return self._write(statements, size=size)
+
+    def _write(self, statements: Sequence[Statement], *, size: int | None) -> asyncio.Future[list[int]]:
+        written = self._journal.submit(statements, size=size)
         written.add_done_callback(_report)
         self._last = written
         return written

@@ -1,16 +1,21 @@
 """The journal against real files, real commits and a real kill -9."""
 
 import asyncio
+import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock_chassis import journal as journals
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_chassis.journal import Journal, Statement
 
@@ -148,28 +153,143 @@ async def test_closing_commits_what_was_submitted_and_refuses_more(tmp_path: Pat
         assert len(await ids(reopened)) == 3000
 
 
-async def test_a_write_that_may_wait_keeps_its_place_and_goes_with_the_next(journal: Journal) -> None:
-    waiting = journal.submit([(INSERT, (1, "told"))], soon=False)
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The thread that committed each batch, and how many writes that had."""
+    seen: list[tuple[str, int]] = []
+    commit = journals._commit
+
+    def watched(connection: sqlite3.Connection, batch: list[Any]) -> list[Any]:
+        seen.append((threading.current_thread().name, len(batch)))
+        return commit(connection, batch)
+
+    monkeypatch.setattr(journals, "_commit", watched)
+    return seen
+
+
+async def test_small_writes_are_committed_together_where_they_are(
+    journal: Journal, threads: list[tuple[str, int]]
+) -> None:
+    writes = [journal.submit([(INSERT, (n, "x"))], size=1) for n in range(10)]
+    assert not any(write.done() for write in writes)
+    assert await asyncio.gather(*writes) == [[1]] * 10
+    assert threads == [("MainThread", 10)]
+
+
+@pytest.mark.parametrize("size", [None, 8 << 20])
+async def test_what_may_take_long_is_the_threads_with_all_that_goes_with_it(
+    journal: Journal, threads: list[tuple[str, int]], size: int | None
+) -> None:
+    """R32: nobody waits on the event loop for a disk."""
+    writes = [journal.submit([(INSERT, (n, "x"))], size=1) for n in range(3)]
+    writes.append(journal.submit([(INSERT, (3, "x"))], size=size))
+    await asyncio.gather(*writes)
+    assert await ids(journal) == [0, 1, 2, 3]
+    assert threads == [("journal-test", 4), ("journal-test", 1)]
+
+
+async def test_while_the_thread_is_at_work_small_writes_wait_their_turn(
+    journal: Journal, threads: list[tuple[str, int]]
+) -> None:
+    """R22: the connection is one's at a time, and a write never overtakes another."""
+    first = journal.submit([(INSERT, (1, "x"))])
     await asyncio.sleep(0)
-    await journal.execute(INSERT, (2, "soon"))
-    assert waiting.done()
+    second = journal.submit([(INSERT, (2, "x"))], size=1)
+    await asyncio.gather(first, second)
     assert await ids(journal) == [1, 2]
+    assert threads[:2] == [("journal-test", 1), ("MainThread", 1)]
 
 
-async def test_a_write_that_may_wait_is_committed_though_nothing_follows(journal: Journal) -> None:
-    assert await journal.submit([(INSERT, (1, "told"))], soon=False) == [1]
-    hurried = journal.submit([(INSERT, (2, "told"))], soon=False)
-    journal.hurry()
-    assert await hurried == [1]
+async def test_a_backlog_is_the_threads(journal: Journal, threads: list[tuple[str, int]]) -> None:
+    """R32: each of many small writes is quick, all of them are not."""
+    await asyncio.gather(*(journal.submit([(INSERT, (n, "x"))], size=100) for n in range(1100)))
+    assert threads == [("journal-test", 1024), ("MainThread", 76)]
 
 
-async def test_closing_commits_what_may_wait(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, None])
+async def test_what_nobody_expects_fails_those_who_wait_and_no_others(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
+    """R22: here or in the thread, no writer waits for ever."""
+    commit = journals._commit
+
+    def without_memory(connection: sqlite3.Connection, batch: list[Any]) -> list[Any]:
+        monkeypatch.setattr(journals, "_commit", commit)
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute(INSERT, (1, "half a batch"))
+        raise MemoryError
+
+    monkeypatch.setattr(journals, "_commit", without_memory)
+    with pytest.raises(MemoryError):
+        await journal.submit([(INSERT, (1, "x"))], size=size)
+    await journal.submit([(INSERT, (2, "x"))], size=size)
+    assert await ids(journal) == [2]
+
+
+def log_begun(path: Path) -> int:
+    """How often the log of a journal has begun anew: SQLite's checkpoint sequence number in the log's header."""
+    return int.from_bytes(path.with_name(path.name + "-wal").read_bytes()[12:16], "big")
+
+
+async def test_the_thread_begins_the_log_whose_header_is_synced(tmp_path: Path) -> None:
+    """R32: the first write to a log that begins waits for the disk, so it is not left to the loop."""
     path = tmp_path / "a.db"
-    journal = await Journal.open(path, [TABLE])
-    journal.submit([(INSERT, (1, "told"))], soon=False)
-    await journal.aclose()
-    async with await Journal.open(path, [TABLE]) as reopened:
-        assert await ids(reopened) == [1]
+    async with await Journal.open(path, [TABLE]) as journal:
+        begun = log_begun(path)
+        await journal.submit([(INSERT, (n, "x" * 500)) for n in range(3000)])
+        assert len(await ids(journal)) == 3000  # the thread is done with what it did after that write
+        assert log_begun(path) == begun + 1
+
+
+async def test_what_a_killed_one_left_in_the_log_is_in_the_file(tmp_path: Path) -> None:
+    """R23: however often it is killed, the log does not grow with it."""
+    path, killed = tmp_path / "a.db", tmp_path / "killed.db"
+    async with await Journal.open(path, [TABLE]) as journal:
+        await journal.submit([(INSERT, (n, "x")) for n in range(100)])
+        for end in ("", "-wal"):
+            shutil.copy(f"{path}{end}", f"{killed}{end}")
+    async with await Journal.open(killed, [TABLE]):
+        alone = shutil.copy(killed, tmp_path / "alone.db")
+    with closing(sqlite3.connect(alone)) as connection:
+        assert connection.execute("SELECT count(*) FROM item").fetchone() == (100,)
+
+
+async def test_small_writes_in_a_row_go_together(
+    tmp_path: Path, threads: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes soon after a commit waits for others, and is committed at the end at the latest."""
+    monkeypatch.setattr(journals, "_APART_S", 3600)
+    async with await Journal.open(tmp_path / "a.db", [TABLE]) as journal:
+        await journal.submit([(INSERT, (0, "x"))], size=1)
+        later = []
+        for n in range(1, 4):
+            later.append(journal.submit([(INSERT, (n, "x"))], size=1))
+            await asyncio.sleep(0)
+        assert not any(write.done() for write in later)
+    assert await asyncio.gather(*later) == [[1]] * 3
+    assert threads == [("MainThread", 1), ("MainThread", 3)]
+
+
+async def test_what_survives_a_loss_of_power_is_the_threads(tmp_path: Path, threads: list[tuple[str, int]]) -> None:
+    """R32: each commit waits for the disk then."""
+    async with await Journal.open(tmp_path / "a.db", [TABLE], sync="full") as journal:
+        await journal.submit([(INSERT, (1, "x"))], size=1)
+    assert threads == [("journal-a", 1)]
+
+
+@pytest.mark.parametrize("size", [1, None])
+async def test_the_log_is_copied_to_the_file_before_it_is_long(tmp_path: Path, size: int | None) -> None:
+    """R23: by the thread, and a journal that lives for months does not take the disk."""
+    path = tmp_path / "a.db"
+    async with await Journal.open(path, [TABLE]) as journal:
+        for start in range(0, 20_000, 100):
+            batch = [journal.submit([(INSERT, (n, "x" * 1000))], size=size) for n in range(start, start + 100)]
+            await asyncio.gather(*batch)
+        await journal.submit([(INSERT, (-1, "x" * (6 << 20)))])
+        await journal.submit([(INSERT, (-2, "x"))])
+        assert (tmp_path / "a.db-wal").stat().st_size < 16 << 20
+        assert path.stat().st_size > 12 << 20
+        assert len(await ids(journal)) == 20_002
 
 
 async def test_a_second_owner_of_the_file_is_refused(tmp_path: Path, journal: Journal) -> None:
@@ -225,7 +345,8 @@ async def main():
     journal = await Journal.open(sys.argv[1], ["CREATE TABLE item (id INTEGER PRIMARY KEY, text TEXT NOT NULL)"])
     async def writer(first):
         for n in range(first, 10**9, 16):
-            await journal.execute("INSERT INTO item VALUES (?, 'x')", (n,))
+            size = 1 if sys.argv[2] == "small" else None
+            await journal.submit([("INSERT INTO item VALUES (?, 'x')", (n,))], size=size)
             os.write(1, b"%d\\n" % n)
     async with asyncio.TaskGroup() as group:
         for first in range(16):
@@ -235,10 +356,11 @@ asyncio.run(main())
 """
 
 
-async def test_what_was_acknowledged_survives_a_kill_9(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["small", "any"])
+async def test_what_was_acknowledged_survives_a_kill_9(tmp_path: Path, size: str) -> None:
     """The promise on which exactly-once calls stand: each id that the process printed is in the file."""
     path = tmp_path / "a.db"
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(path), size], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         acknowledged = [int(process.stdout.readline()) for _ in range(500)]
         process.kill()
@@ -248,7 +370,11 @@ async def test_what_was_acknowledged_survives_a_kill_9(tmp_path: Path) -> None:
 
 
 statements = st.lists(
-    st.lists(st.tuples(st.sampled_from(["insert", "delete", "fail"]), st.integers(0, 5)), min_size=1, max_size=3),
+    st.tuples(
+        st.lists(st.tuples(st.sampled_from(["insert", "delete", "fail"]), st.integers(0, 5)), min_size=1, max_size=3),
+        st.sampled_from([None, 1]),
+        st.booleans(),
+    ),
     max_size=12,
 )
 
@@ -256,13 +382,16 @@ statements = st.lists(
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(statements)
 async def test_any_interleaving_ends_as_if_the_writes_had_run_one_after_the_other(
-    tmp_path: Path, writes: list[list[tuple[str, int]]]
+    tmp_path: Path, writes: list[tuple[list[tuple[str, int]], int | None, bool]]
 ) -> None:
-    """R22: safe under any interleaving; the model is a set changed in order of submission."""
+    """R22: safe under any interleaving; the model is a set changed in order of submission.
+
+    Whatever goes where: small or not, handed over at once or with what comes after.
+    """
     model: set[int] = set()
     outcomes: list[bool] = []
-    batches: list[list[Statement]] = []
-    for write in writes:
+    batches: list[tuple[list[Statement], int | None, bool]] = []
+    for write, size, at_once in writes:
         tried, good = set(model), True
         for verb, number in write:
             if verb == "insert":
@@ -277,11 +406,15 @@ async def test_any_interleaving_ends_as_if_the_writes_had_run_one_after_the_othe
         model = tried if good else model
         outcomes.append(good)
         sql = {"insert": INSERT, "delete": "DELETE FROM item WHERE id = ? AND ? = 'x'", "fail": "SELECT ?, ? FROM no"}
-        batches.append([(sql[verb], (number, "x")) for verb, number in write])
+        batches.append(([(sql[verb], (number, "x")) for verb, number in write], size, at_once))
     path = tmp_path / "model.db"
     path.unlink(missing_ok=True)
     async with await Journal.open(path, [TABLE]) as journal:
-        futures = [journal.submit(batch) for batch in batches]
+        futures = []
+        for batch, size, at_once in batches:
+            futures.append(journal.submit(batch, size=size))
+            if at_once:
+                await asyncio.sleep(0)
         results = await asyncio.gather(*futures, return_exceptions=True)
         assert [not isinstance(result, BaseException) for result in results] == outcomes
         assert set(await ids(journal)) == model

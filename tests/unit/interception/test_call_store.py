@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import pytest
+
+from penstock_chassis.journal import Statement
 from penstock_interception import runs, store, token_store
+from penstock_interception.calls import Call
 from penstock_interception.store import CallStore
 from penstock_interception.tools import store as tools_store
 
@@ -60,3 +68,33 @@ async def test_a_call_that_changes_writes_neither_its_body_nor_its_graph_again(t
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         connection.execute("UPDATE calls SET told = 1, http_attempts = 2 WHERE call_id = 'kept-0'")
         assert 0 < log.stat().st_size < len(BODY)
+
+
+def told_at(path: Path) -> list[tuple[str, int, int]]:
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute("SELECT call_id, told, http_attempts FROM calls ORDER BY call_id").fetchall()
+
+
+@pytest.mark.parametrize("hastened", ["by a write", "by closing", "by nothing"])
+async def test_calls_whose_answers_were_told_are_written_together_soon(
+    tmp_path: Path, hastened: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R34: a retry of what the agent has in full is a new call, after a restart too."""
+    path = written_before(tmp_path)
+    calls = await CallStore.open(tmp_path)
+    written = asyncio.Event()
+    submit = calls._journal.submit
+
+    def watched(statements: Sequence[Statement], *, size: int | None = None) -> asyncio.Future[list[int]]:
+        written.set()
+        return submit(statements, size=size)
+
+    monkeypatch.setattr(calls._journal, "submit", watched)
+    for name, attempts in (("kept-0", 1), ("kept-1", 3)):
+        calls.mark_told(cast("Call", SimpleNamespace(id=name, http_attempts=attempts)))
+    if hastened == "by a write":
+        await calls.delete_rollout("nobody")
+    elif hastened == "by nothing":
+        await written.wait()
+    await calls.aclose()
+    assert told_at(path) == [("deleted-0", 0, 1), ("kept-0", 1, 1), ("kept-1", 1, 3)]
