@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import clients, clouds, containers, dashboard, gate, inference, report, rollouts, sandboxes, tokens
+from benchmarks.gate import by_turns
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "sandboxes": sandboxes.measure,
     "rollouts": rollouts.measure,
     "gate": gate.measure,
+    "gate-by-turns": by_turns.measure,
     "tokens": tokens.measure,
     "inference": inference.measure,
     "clients": clients.measure,

@@ -12,9 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Final
 
-from benchmarks.gate import loads, memory, words
-from benchmarks.gate.conversations import Conversation, Opening, Reply, Size
-from benchmarks.gate.doors import connect
+from benchmarks.gate import loads, memory
 from benchmarks.gate.loads import FURTHER, LOADS, Handling, Load
 from benchmarks.gate.targets import PEERS_PYTHON, Setting, Target
 from benchmarks.report import Row, Section
@@ -33,9 +31,7 @@ AGENTCORE: Final = ("agentcore-rl-toolkit 0.2, {}", "agentcore_program.py")
 
 async def measure(place: Path, *, full: bool = False) -> list[Section]:
     """All of it, one after another; `full` takes longer."""
-    tokenizer = words.write_tokenizer(place / "tokenizer")
-    replies = {"short": Reply.of(tokenizer, 64), "long": Reply.of(tokenizer, 2048)}
-    setting = Setting(place, place / "tokenizer", replies)
+    setting = Setting.at(place)
     wanted = (*LOADS, *FURTHER) if full else LOADS
     beside_it = [load for load in wanted if load.peers]
     others = {
@@ -78,7 +74,7 @@ async def _rows(
     handling, left_out = Handling(), []
     started = time.perf_counter()
     async with starting as target:
-        await _warm_up(target)
+        await loads.warm_up(target)
         rows = [] if bare else await memory.measure(target, streams, 1 if streams == HELD_BESIDE else 4)
         began = time.perf_counter()
         for load in wanted:
@@ -92,12 +88,3 @@ async def _rows(
     if left_out:
         print(f"  left out for lack of time: {'; '.join(left_out)}", flush=True)
     return rows
-
-
-async def _warm_up(target: Target) -> None:
-    for size in Size:
-        doors = await target.open(8)
-        await connect(doors)
-        conversations = [Conversation(Opening.of(size, "warm"), f"warm-up {index}") for index in range(len(doors))]
-        await loads.talk(doors, conversations, 2, 4)
-        await loads.hang_up(target, doors)

@@ -85,13 +85,13 @@ class Handling:
         ]
 
 
-async def measure(target: Target, load: Load, count: int, handling: Handling) -> Row:
-    """CPU of one call, with the times that callers see."""
+async def measure(target: Target, load: Load, count: int, handling: Handling, *, seed: str = "") -> Row:
+    """CPU of one call, with the times that callers see. Another `seed` gives other words."""
     if load.cold:
         openings = [Opening.of(load.size, f"{load.name} {index}") for index in range(count)]
     else:
         openings = [Opening.of(load.size, "warm")] * count
-    conversations = [Conversation(opening, f"{load.name} {index}") for index, opening in enumerate(openings)]
+    conversations = [Conversation(opening, f"{load.name}{seed} {index}") for index, opening in enumerate(openings)]
     await target.answers.tell("latency", s=load.held_s)
     used = target.cpu_s()
     doors = await target.open(count)
@@ -116,6 +116,16 @@ async def measure(target: Target, load: Load, count: int, handling: Handling) ->
         "calls/s": len(times) / elapsed,
     }
     return Row(load.name, 1e3 * used / len(times), "ms", f"{len(times):,} calls", also)
+
+
+async def warm_up(target: Target) -> None:
+    """A few calls of each size, so that what is made once is made."""
+    for size in Size:
+        doors = await target.open(8)
+        await connect(doors)
+        conversations = [Conversation(Opening.of(size, "warm"), f"warm-up {index}") for index in range(len(doors))]
+        await talk(doors, conversations, 2, 4)
+        await hang_up(target, doors)
 
 
 async def talk(doors: Sequence[Door], conversations: Sequence[Conversation], turns: int, at_once: int) -> list[float]:

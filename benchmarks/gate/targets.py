@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from benchmarks import processes, world
+from benchmarks.gate import words
 from benchmarks.gate.conversations import Reply
 from benchmarks.gate.doors import AT_ONCE, Door
 from benchmarks.gate.programs import Program, running
@@ -151,6 +152,12 @@ class Setting:
     place: Path
     tokenizer: Path
     replies: dict[str, Reply]
+
+    @classmethod
+    def at(cls, place: Path) -> Self:
+        """With a tokenizer made there, and replies of 64 and of 2,048 tokens."""
+        tokenizer = words.write_tokenizer(place / "tokenizer")
+        return cls(place, place / "tokenizer", {"short": Reply.of(tokenizer, 64), "long": Reply.of(tokenizer, 2048)})
 
     @asynccontextmanager
     async def engine(self) -> AsyncIterator[Program]:

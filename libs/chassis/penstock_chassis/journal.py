@@ -219,7 +219,7 @@ class Journal:
             if connection is not None and size is not None and size <= _MOST_HERE:
                 _settle(_commit_timed(connection, batch))
                 self._next = self._loop.time() + _APART_S
-                self._bytes += size - _WRITE_BYTES * len(batch)  # rows are counted as such
+                self._bytes += size
                 if self._checkpoint_due(connection):
                     self._lend([])
             else:

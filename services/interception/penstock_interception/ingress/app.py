@@ -98,21 +98,20 @@ class Ingress:
 
     async def _rollout(self, request: web.Request) -> web.StreamResponse:
         path = request.match_info["path"]
+        nearest = self._nearest(path)
         rollout_id = request.match_info["rollout_id"]
         known = self._turns.gate.credentials.check(rollout_id, admission.credential(request))
         if isinstance(known, Refusal):
             self._audit.tell(Event.CREDENTIAL_REFUSED, rollout_id=rollout_id, peer=request.remote, reason=known.value)
-            return (
-                self._mcp.unauthorised() if path == mcp.PATH else _problem(self._nearest(path), outcomes.UNAUTHORISED)
-            )
+            return self._mcp.unauthorised() if path == mcp.PATH else _problem(nearest, outcomes.UNAUTHORISED)
         rollout, scopes = known
         if not self._connections.claim(request, rollout.id):
             self._audit.tell(Event.TOO_MANY_CONNECTIONS, rollout_id=rollout.id, peer=request.remote)
-            return _last(_problem(self._nearest(path), outcomes.TOO_MANY_CONNECTIONS))
-        dialect, route = self._fallback, None
+            return _last(_problem(nearest, outcomes.TOO_MANY_CONNECTIONS))
+        dialect, route = nearest, None
         try:
-            read = path != mcp.PATH and rollout.opening.mode is not Mode.BLACK_BOX
-            dialect, route = (read and self._route(request, rollout, path)) or (self._nearest(path), None)
+            if path != mcp.PATH and rollout.opening.mode is not Mode.BLACK_BOX:
+                dialect, route = self._route(request, rollout, path) or (nearest, None)
             needed = admission.needed(request.method, path, route)
             if needed not in scopes:
                 self._audit.tell(Event.SCOPE_REFUSED, rollout_id=rollout.id, peer=request.remote, reason=needed.value)
@@ -120,7 +119,7 @@ class Ingress:
             if path == mcp.PATH:
                 return await self._mcp.serve(request, rollout)
             if rollout.opening.mode is Mode.BLACK_BOX:
-                return await self._passthrough.forward(request, rollout, path, dialect.dialect)
+                return await self._passthrough.forward(request, rollout, path, nearest.dialect)
             if route is None:
                 self._audit.tell(Event.ROUTE_UNKNOWN, rollout_id=rollout.id, peer=request.remote)
                 return _problem(dialect, outcomes.UNKNOWN_ROUTE)

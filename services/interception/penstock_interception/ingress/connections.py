@@ -56,6 +56,17 @@ class ConnectionLimits:
     max_per_rollout: int = 256
 
 
+async def _read(request: web.Request) -> bytes:
+    """As `Request.read`, but without its loop where the body is here as a whole."""
+    if not request.content.is_eof():
+        return await request.read()
+    body = request.content.read_nowait()
+    most = request.client_max_size
+    if most and len(body) > most:
+        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
+    return body
+
+
 class Connections:
     """All connections of the ingress. Belongs to one event loop; `close` when nothing is served any more."""
 
@@ -110,13 +121,11 @@ class Connections:
         self._rollouts[rollout_id] = count + 1
         return True
 
-    async def body(
-        self, request: web.Request, read: Callable[[web.Request], Awaitable[bytes]] = web.Request.read
-    ) -> bytes:
+    async def body(self, request: web.Request, read: Callable[[web.Request], Awaitable[bytes]] = _read) -> bytes:
         """A request's body. Raises TooSlow, BrokenBody, and what `read` raises beside."""
         try:
             if request.content.is_eof():  # all of it came with the head: no deadline is needed
-                return _what_came(request) if read is web.Request.read else await read(request)
+                return await read(request)
             async with asyncio.timeout(self.limits.body_s):
                 return await read(request)
         except TimeoutError:
@@ -219,15 +228,6 @@ class Connections:
                 connection.abort("reads too slowly")
             else:
                 self._stuck[connection] = (now + self.limits.write_s, unsent)
-
-
-def _what_came(request: web.Request) -> bytes:
-    """As `Request.read`, of a body that is here as a whole: without the loop that waits for its pieces."""
-    body = request.content.read_nowait()
-    most = request.client_max_size
-    if most and len(body) > most:
-        raise web.HTTPRequestEntityTooLarge(max_size=most, actual_size=len(body))
-    return body
 
 
 def _make_room(unclaimed: dict[_Connection, None]) -> bool:
