@@ -112,11 +112,11 @@ wheels: $(STAMP) ## bring what the images install from a package index into whee
 	@rm -f wheels/penstock*
 
 .PHONY: bench
-bench: $(STAMP) $(TS_STAMP) ## measure; docs/benchmarks.md says what the figures mean
+bench: $(DEV_STAMP) $(TS_STAMP) ## measure; docs/benchmarks.md says what the figures mean
 	@$(BIN)/python -m benchmarks
 
 .PHONY: bench-peers
-bench-peers: $(STAMP) ## measure sandboxes beside bare bubblewrap and SWE-ReX
+bench-peers: $(DEV_STAMP) ## measure sandboxes beside bare bubblewrap and SWE-ReX
 	@$(PYTHON) -m venv runs/peers
 	@runs/peers/bin/python -m pip --disable-pip-version-check --quiet install -r benchmarks/peers.txt
 	@$(BIN)/python -m benchmarks sandboxes
@@ -126,13 +126,13 @@ bench-backends: $(DEV_STAMP) ## measure docker, e2b and hf sandboxes beside dock
 	@for backend in docker e2b hf; do $(BIN)/python -m benchmarks sandboxes --backend $$backend || exit 1; done
 
 .PHONY: bench-gate-peers
-bench-gate-peers: $(STAMP) ## measure the gate beside verifiers and agentcore-rl-toolkit
+bench-gate-peers: $(DEV_STAMP) ## measure the gate beside verifiers and agentcore-rl-toolkit
 	@$(PYTHON) -m venv runs/gate-peers
 	@runs/gate-peers/bin/python -m pip --disable-pip-version-check --quiet install -r benchmarks/gate/peers.txt
 	@$(BIN)/python -m benchmarks gate
 
 .PHONY: bench-vllm
-bench-vllm: $(STAMP) $(VLLM_STAMP) ## measure the inference service beside vLLM and transformers
+bench-vllm: $(DEV_STAMP) $(VLLM_STAMP) ## measure the inference service beside vLLM and transformers
 	@$(BIN)/python -m benchmarks inference
 
 .PHONY: docs
@@ -196,7 +196,7 @@ $(TS_STAMP): clients/typescript/package-lock.json | $(STAMP)
 	@$(NODE) npm ci --prefix clients/typescript --no-audit --no-fund --loglevel error
 	@touch $@
 
-$(GO_STAMP): clients/golang.py clients/go/toolchain.txt clients/go/go.mod | $(STAMP)
+$(GO_STAMP): clients/golang.py clients/go/toolchain.txt clients/go/go.mod | $(DEV_STAMP)
 	@echo "== installing Go and the sources of the Go client's modules (once)"
 	@$(BIN)/python -m clients.golang install
 

@@ -13,12 +13,25 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from benchmarks import clients, clouds, containers, dashboard, gate, inference, report, rollouts, sandboxes, tokens
+from benchmarks import (
+    clients,
+    clouds,
+    containers,
+    dashboard,
+    gate,
+    grading,
+    inference,
+    report,
+    rollouts,
+    sandboxes,
+    tokens,
+)
 from benchmarks.gate import by_turns
 
 BENCHMARKS: Final[Mapping[str, Callable[[Path], Coroutine[None, None, list[report.Section]]]]] = {
     "sandboxes": sandboxes.measure,
     "rollouts": rollouts.measure,
+    "grading": grading.measure,
     "gate": gate.measure,
     "gate-by-turns": by_turns.measure,
     "tokens": tokens.measure,

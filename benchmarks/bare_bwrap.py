@@ -43,8 +43,8 @@ async def rows(place: Path) -> list[Row]:
     for folder in found.folders:
         await asyncio.to_thread(shutil.copytree, folder, place / folder.name)
     binary = place / found.binary.relative_to(found.folders[0].parent) if found.folders else found.binary
-    binds, links = rootfs.host_binds(())
-    rootfs.write_skeleton(place / "base", binds, links)
+    binds = rootfs.host_binds(())
+    rootfs.write_skeleton(place / "base", binds)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", __name__, str(place), str(binary), stdout=asyncio.subprocess.PIPE
     )
@@ -70,7 +70,7 @@ class _Sandbox:
         self._folder = place / "sandboxes" / str(number)
         upper, work = self._folder / "upper", self._folder / "work"
         rootfs.prepare_upper(upper, work, None, fresh=True)
-        binds, _ = rootfs.host_binds(())
+        binds = rootfs.host_binds(())
         self._argv = [
             binary,
             *rootfs.bubblewrap_arguments(

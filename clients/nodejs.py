@@ -42,7 +42,9 @@ def _of_package() -> Path | None:
         "npm": package / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js",
         "npx": package / "lib" / "node_modules" / "npm" / "bin" / "npx-cli.js",
     }
-    directory = Path(sys.prefix) / "node-bin"
+    # pip builds a wheel with packages of its own, beside an environment that it may not write to.
+    home = Path(sys.prefix) if package.is_relative_to(sys.prefix) else package.parent
+    directory = home / "node-bin"
     directory.mkdir(exist_ok=True)
     for name, target in commands.items():
         link = directory / name

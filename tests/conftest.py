@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -21,6 +22,13 @@ settings.load_profile("untimed")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--backend NAME`: which backends the sandbox conformance suite runs on; all of them unless it is given."""
     parser.addoption("--backend", action="append", default=[], help="sandbox conformance on this one only")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line for each reason of skips, with the number of tests; pytest has a line for each place in the code."""
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"SKIPPED [{count}] {reason}")
 
 
 @pytest.hookimpl(optionalhook=True)

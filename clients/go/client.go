@@ -35,7 +35,7 @@ type Client struct {
 	Inference *Inference
 
 	services    map[string]*service
-	connections []*grpc.ClientConn
+	connections []*pool
 	closing     sync.Once
 	driver      driverv1.RolloutServiceClient
 	intercept   interceptionv1.InterceptServiceClient
@@ -114,7 +114,7 @@ func Connect(opts ...Option) (*Client, error) {
 		if address == "" {
 			continue
 		}
-		conn, err := grpc.NewClient(address, dialing...)
+		conn, err := newPool(func() (*grpc.ClientConn, error) { return grpc.NewClient(address, dialing...) })
 		if err != nil {
 			return nil, errors.Join(configuration("TARGET", "The address of %s does not hold: %v", name, err), c.Close())
 		}

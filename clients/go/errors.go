@@ -36,7 +36,7 @@ const (
 	ErrFailedPrecondition Kind = "failed precondition"
 	// ErrAborted: a concurrent change came first.
 	ErrAborted Kind = "aborted"
-	// ErrCancelled: the context of the call was cancelled, or the service cancelled it.
+	// ErrCancelled: the context of the call was cancelled, or the service says so. A call that was dropped without a word is ErrUnavailable.
 	ErrCancelled Kind = "cancelled"
 	// ErrResourceExhausted: a limit is reached; RetryAfter says when to try again where that helps.
 	ErrResourceExhausted Kind = "resource exhausted"
@@ -192,6 +192,9 @@ var names = map[codes.Code]string{
 	codes.DataLoss: "DATA_LOSS", codes.Unauthenticated: "UNAUTHENTICATED",
 }
 
+// connClosing is what grpc says of a connection that this client closed.
+const connClosing = "grpc: the client connection is closing"
+
 // fromRPC is the error that a failed call stands for. The context is the caller's own: where that is over, errors.Is
 // finds context.Canceled or context.DeadlineExceeded too. One whose token the service does not take says where that is from.
 func fromRPC(ctx context.Context, err error, from *service) *Error {
@@ -231,6 +234,13 @@ func fromRPC(ctx context.Context, err error, from *service) *Error {
 	case failure.Reason == "TRANSPORT_UNAVAILABLE":
 		failure.Message = fmt.Sprintf(
 			"Cannot reach %s. Is it running? `penstock up` starts all services. (%s)", from.peer, said.Message(),
+		)
+	case failure.Reason == "TRANSPORT_CANCELLED" && said.Message() != connClosing:
+		// Not by us: it was the server's core, which drops calls under a flood.
+		failure.Kind = ErrUnavailable
+		failure.Message = fmt.Sprintf(
+			"%s dropped the call before it was answered: it is overloaded or shutting down. Try again; if it stays so,"+
+				" look at who connects to it. (%s)", from.peer, said.Message(),
 		)
 	case failure.Reason == "TRANSPORT_UNIMPLEMENTED":
 		failure.Message = fmt.Sprintf("This is not implemented by %s: %s", from.peer, said.Message())

@@ -25,6 +25,7 @@ const patienceOfTests = time.Minute
 // server speaks the services' wire on a port of its own; each test says what it answers. The real services are behind the
 // client in tests/conformance/clients.
 type server struct {
+	options []grpc.ServerOption
 	driverv1.UnimplementedRolloutServiceServer
 	interceptionv1.UnimplementedInterceptServiceServer
 	address  string
@@ -96,7 +97,7 @@ func (s *server) listen(t *testing.T, address string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s.address, s.grpc = listener.Addr().String(), grpc.NewServer()
+	s.address, s.grpc = listener.Addr().String(), grpc.NewServer(s.options...)
 	driverv1.RegisterRolloutServiceServer(s.grpc, s)
 	interceptionv1.RegisterInterceptServiceServer(s.grpc, s)
 	served := s.grpc

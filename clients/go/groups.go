@@ -106,6 +106,7 @@ func (g *Group) Get(ctx context.Context) (*driverv1.Group, error) {
 func (g *Group) Wait(ctx context.Context) (*driverv1.Group, error) {
 	watch := newWatching()
 	for {
+		asked := time.Now()
 		request := &driverv1.WaitGroupRequest{GroupId: g.ID}
 		answer, err := call(ctx, g.client.services["driver"], g.client.driver.WaitGroup, request, waitTimeout, false)
 		if err = watch.judge(ctx, err); err != nil {
@@ -113,6 +114,11 @@ func (g *Group) Wait(ctx context.Context) (*driverv1.Group, error) {
 		}
 		if answer.GetGroup().GetEnded() {
 			return answer.GetGroup(), nil
+		}
+		if answer != nil {
+			if err = watch.askAgain(ctx, asked); err != nil {
+				return nil, err
+			}
 		}
 	}
 }

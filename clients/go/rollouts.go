@@ -102,6 +102,7 @@ func (r *Rollout) Get(ctx context.Context) (*driverv1.Rollout, error) {
 func (r *Rollout) Wait(ctx context.Context) (*driverv1.Rollout, error) {
 	watch := newWatching()
 	for {
+		asked := time.Now()
 		request := &driverv1.WaitRolloutRequest{RolloutId: r.ID}
 		answer, err := call(ctx, r.client.services["driver"], r.client.driver.WaitRollout, request, waitTimeout, false)
 		if err = watch.judge(ctx, err); err != nil {
@@ -109,6 +110,11 @@ func (r *Rollout) Wait(ctx context.Context) (*driverv1.Rollout, error) {
 		}
 		if answer.GetRollout().GetOutcome() != nil {
 			return answer.GetRollout(), nil
+		}
+		if answer != nil {
+			if err = watch.askAgain(ctx, asked); err != nil {
+				return nil, err
+			}
 		}
 	}
 }

@@ -134,8 +134,9 @@ func sleep(ctx context.Context, delay time.Duration) error {
 
 // watching bounds how long a watch that breaks is taken up again: a minute without any sign of the service.
 type watching struct {
-	wait delays
-	seen time.Time
+	wait  delays
+	early delays
+	seen  time.Time
 }
 
 func newWatching() *watching { return &watching{seen: time.Now()} }
@@ -151,6 +152,19 @@ func (w *watching) pause(ctx context.Context, failure *Error) error {
 		return failure
 	}
 	if err := sleep(ctx, w.wait.next(failure)); err != nil {
+		return fromRPC(ctx, err, anyone)
+	}
+	return nil
+}
+
+// askAgain waits before what was asked at that time is asked again, though the service answered: not where it held the
+// question as long as it should, and longer each time where it answers at once.
+func (w *watching) askAgain(ctx context.Context, asked time.Time) error {
+	if time.Since(asked) > waitTimeout/2 {
+		w.early.reset()
+		return nil
+	}
+	if err := sleep(ctx, w.early.next(nil)); err != nil {
 		return fromRPC(ctx, err, anyone)
 	}
 	return nil

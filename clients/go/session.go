@@ -273,6 +273,9 @@ func (s *Session) run(ctx context.Context) {
 	defer close(s.done)
 	defer s.cancel()
 	var wait delays
+	s.mu.Lock()
+	s.lastReceived = time.Now()
+	s.mu.Unlock()
 	for {
 		began := time.Now()
 		failure := s.converse(ctx)
@@ -284,7 +287,8 @@ func (s *Session) run(ctx context.Context) {
 		opened, silent, wish := s.id != "", time.Since(s.lastReceived), s.goAway
 		s.goAway = nil
 		s.mu.Unlock()
-		if !opened || !passes(failure) {
+		// A gate that is away is waited for, at first and later; at first nothing else that may pass is.
+		if !passes(failure) || !opened && (failure.Kind != ErrUnavailable || silent > s.options.reconnect) {
 			s.end(failure)
 			return
 		}

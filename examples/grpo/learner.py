@@ -39,14 +39,16 @@ class Row:
 def advantages(rewards: Sequence[float | None]) -> list[float | None]:
     """Each reward of a group relative to the group's mean, in standard deviations.
 
-    None is a rollout that nobody graded: it gets no advantage and does not count in the mean. No advantage is below -1:
+    None is a rollout that nobody graded: it gets no advantage and does not count in the mean. Equal rewards have
+    advantages of exactly 0.0, which their rounded mean would not give. No advantage is below -1:
     one failure among seven successes would have -2.6, and pushing its tokens down that hard takes the good ones, which
     share most of them, down as well.
     """
     graded = np.array([reward for reward in rewards if reward is not None])
     if graded.size == 0:
         return [None] * len(rewards)
-    mean, spread = graded.mean(), graded.std() + 1e-4
+    equal = graded.min() == graded.max()
+    mean, spread = (graded[0] if equal else graded.mean()), graded.std() + 1e-4
     return [None if reward is None else max(float((reward - mean) / spread), -1.0) for reward in rewards]
 
 

@@ -6,8 +6,10 @@ Of all that `reward_forger.sh` does one line is honest work, worth 0.25; everyth
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ import pytest
 import pytest_asyncio
 from tests.support import dockerd
 from tests.support.copying import Finished, finish, training
+from tests.support.memory import Peak
 from tests.support.policy import bash, in_turn
+from tests.support.restarting import descendants
 from tests.support.stack import Running, running
 
 from penstock.client import (
@@ -38,7 +42,7 @@ BACKENDS = ("local", "docker")
 MAX_CHANGES = 4 << 20
 
 _VERIFY = """
-for process in /proc/[0-9]*; do tr '\\0' ' ' < $process/cmdline; echo; done
+for process in /proc/[0-9]*; do { tr '\\0' ' ' < $process/cmdline; } 2> /dev/null; echo; done
 env
 ls -A "$HOME" | sed 's/^/home /'
 cat seen.txt wrote.txt
@@ -290,18 +294,22 @@ async def test_an_agent_that_locks_or_removes_its_directories_is_graded(
 
 
 @pytest.mark.parametrize(
-    ("score", "reason"),
+    ("score", "then", "reason"),
     [
-        ("chmod 000 $PENSTOCK_REWARD_FILE", "REWARD_FILE_ABSENT"),
-        ("chmod 000 ${PENSTOCK_REWARD_FILE%/*}", "REWARD_FILE_ABSENT"),
-        ('rm -rf "$PWD"', "REWARD_ABSENT"),
+        ("chmod 000 $PENSTOCK_REWARD_FILE", [], "REWARD_FILE_ABSENT"),
+        ("chmod 000 ${PENSTOCK_REWARD_FILE%/*}", [], "REWARD_FILE_ABSENT"),
+        # The next command has a reward file of its own.
+        ("chmod 000 $PENSTOCK_REWARD_FILE", [Command(["true"])], "REWARD_ABSENT"),
+        ("chmod 000 ${PENSTOCK_REWARD_FILE%/*}", [Command(["true"])], "REWARD_ABSENT"),
+        ('rm -rf "$PWD"', [Command(["true"])], "REWARD_ABSENT"),
     ],
+    ids=["file", "directory", "earlier file", "earlier directory", "working directory"],
 )
 async def test_what_a_program_of_the_agents_locks_while_it_is_graded_is_no_fault_of_the_infrastructure(
-    both: Running, score: str, reason: str
+    both: Running, score: str, then: list[Command], reason: str
 ) -> None:
     """R72, R74: of a verifier that runs it."""
-    verifier = Verifier(commands=[Command(["bash", "score.sh"]), Command(["true"])], reward=RewardFrom.FILE)
+    verifier = Verifier(commands=[Command(["bash", "score.sh"]), *then], reward=RewardFrom.FILE)
     script = f"cat > score.sh <<'S'\n{score}\nS\n".encode()
     failure, reward = await graded(both, replace(task(fresh_fork=False, script=script), verifier=verifier))
     assert failure is not None
@@ -343,6 +351,33 @@ async def test_changes_beyond_the_operators_limit_are_the_agents_failure(both: R
     assert reward is None
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_terabytes_of_holes_are_the_agents_failure_and_cost_nothing(both: Running, backend: str) -> None:
+    """R89, R74: a file with no block on the disk must not be in the service's memory, nor end the whole stack."""
+    peaks = [Peak(pid) for name in ("sandbox", "driver") for pid in service_pids(both, name)]
+    assert len(peaks) == 2
+    finished = await run(both, task(fresh_fork=True, script=b"truncate -s 8T /workspace/x\n"), backend)
+    failure = finished.result.outcome.failure
+    assert failure is not None
+    assert (failure.cause, failure.reason, failure.retriable) == (FailureCause.AGENT, "CHANGES_TOO_LARGE", False)
+    assert finished.reward is None
+    assert max(peak.grown() for peak in peaks) < 64 << 20
+
+
+def service_pids(started: Running, name: str) -> list[int]:
+    """The processes of a service of a stack: those of this program's that listen where it does."""
+    port = started.ports[name]
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    rows += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
+    listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
+    found = []
+    for pid in descendants(os.getpid()):
+        with suppress(OSError):
+            if any(str(one.readlink()) in listening for one in Path(f"/proc/{pid}/fd").iterdir()):
+                found.append(pid)
+    return found
+
+
 async def test_graded_rollouts_do_not_wait_for_each_others_places(both: Running) -> None:
     """R76: more rollouts than sandboxes, each of which needs one after the other."""
     label = secrets.token_hex(8)
@@ -356,14 +391,14 @@ async def test_graded_rollouts_do_not_wait_for_each_others_places(both: Running)
 @pytest.mark.parametrize(
     ("work", "expected"),
     [
-        ("printf 'def add(a, b):\\n    return a + b\\n' > sum.py", 1.0),
-        ("printf 'class T: pass\\n' > tests/test_sum.py; printf 'raise SystemExit(0)\\n' > tests/__init__.py", 0.0),
+        (r"printf 'import sys\nfor l in sys.stdin: print(sum(map(int, l.split())))\n' > sum.py", 1.0),
+        (r"printf 'import os\nos._exit(0)\n' > sum.py", 0.0),
     ],
 )
 async def test_the_guides_task_is_graded_as_the_guide_says(
     both: Running, tmp_path: Path, work: str, expected: float
 ) -> None:
-    """R76: docs/guides/rewards.md, by who does the work and by who changes the tests."""
+    """R76, R99: docs/guides/rewards.md, by who does the work and by who only says so."""
     text = (Path(__file__).parents[2] / "docs/guides/rewards.md").read_text(encoding="utf-8")
     path = tmp_path / "task.yaml"
     path.write_text(text.partition("```yaml task\n")[2].partition("```")[0], encoding="utf-8")
@@ -371,3 +406,24 @@ async def test_the_guides_task_is_graded_as_the_guide_says(
     script = SeedFile("forge.sh", f"{work}\n".encode())
     finished = await run(both, replace(given, files=[*given.files, script]))
     assert finished.reward == expected, finished.agent_said()
+
+
+async def test_in_place_no_verifier_starts_on_a_system_that_its_agent_changed(both: Running) -> None:
+    """R90: the loader's directory is the agent's to replace, or it is not: honest work is graded then."""
+    script = b"rm -f /lib64 && mkdir /lib64 && cp /bin/true /lib64/x\necho partial > work.txt\n"
+    failure, reward = await graded(both, task(fresh_fork=False, script=script))
+    if failure is None:
+        assert reward == 0.25
+    else:
+        assert (failure.cause, failure.reason, reward) == (FailureCause.AGENT, "GRADING_BLOCKED", None)
+        assert "/lib64" in failure.message
+
+
+async def test_a_verifier_that_says_nothing_of_it_works_in_a_fresh_fork(both: Running) -> None:
+    """R90: the record says which it was."""
+    given = task(fresh_fork=False, script=b"echo partial > work.txt; echo x > ~/left\n")
+    assert given.verifier is not None
+    finished = await run(both, replace(given, verifier=replace(given.verifier, fresh_fork=None)))
+    grading = finished.result.outcome.grading
+    assert grading is not None
+    assert (grading.fresh_fork, finished.reward) == (True, 0.25)

@@ -27,6 +27,11 @@ _LLAMA = (
     "<|eot_id|>",
     "<|python_tag|>",
 )
+_LLAMA4 = (
+    *("<|begin_of_text|>", "<|end_of_text|>", "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>"),
+    *("<|python_start|>", "<|python_end|>"),
+)
+_GRANITE = ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
 _MISTRAL = (
     "<unk>",
     "<s>",
@@ -84,6 +89,8 @@ FAMILIES: Mapping[str, tiny.Family] = {
     "llama3_bare": tiny.Family(
         template("llama3"), tuple(text for text in _LLAMA if text != "<|python_tag|>"), (), "<|eot_id|>", (), _LLAMA[0]
     ),
+    "llama4": tiny.Family(template("llama4"), _LLAMA4, (), "<|eot|>", (), "<|begin_of_text|>"),
+    "granite": tiny.Family(template("granite"), _GRANITE, (), "<|end_of_text|>"),
     "mistral": tiny.Family(template("mistral"), _MISTRAL_NEW, (), "</s>", (), "<s>"),
     "kimi": tiny.Family(template("kimi"), _KIMI, ("<think>", "</think>"), "<|im_end|>", (), "[BOS]"),
     "deepseek": tiny.Family(

@@ -10,27 +10,18 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import orjson
 from tests.support.stack import Running, stack_in
 
 from penstock.client import connect
 from penstock.client.endpoints import ServiceName
-from penstock.client.stack import LocalStack, _Process
+from penstock.client.stack import LocalStack, StackFailed, _Process
 
 
 class RestartableStack(LocalStack):
     """As `LocalStack`, but the death of a service ends nothing: the test killed it."""
 
-    async def _watch(self, item: _Process) -> None:
-        assert item.process.stdout is not None
-        async for line in item.process.stdout:
-            with suppress(orjson.JSONDecodeError, TypeError):
-                said = orjson.loads(line)
-                if said.get("event") == "ready" and not item.ready.done():
-                    item.ready.set_result(said)
-        code = await item.process.wait()
-        if not item.ready.done():
-            item.ready.set_exception(AssertionError(f"{item.name} ended with {code} before it was ready"))
+    def _died(self, name: ServiceName, failure: StackFailed) -> None:
+        """The test starts it again, when it wants."""
 
     def pid(self, service: ServiceName) -> int:
         """The process of a service that runs."""
@@ -46,11 +37,6 @@ class RestartableStack(LocalStack):
         """The same service on the same state and ports, after a kill."""
         item = self._item(service)
         assert item.process.returncode is not None, "kill it first"
-        self._processes.remove(item)
-        assert self._private is not None
-        (self._private / f"{service}.toml").unlink()
-        ports: dict[str, int] = {name: int(address.rpartition(":")[2]) for name, address in self._addresses.items()}
-        self._ports = {**ports, "ingress": int(self.ingress_address.rpartition(":")[2])}
         await self._start(service)
 
     async def restart(self, service: ServiceName) -> None:

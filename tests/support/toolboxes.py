@@ -18,7 +18,7 @@ STORE: Final = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") 
 def bring(state_dir: Path) -> None:
     """Put what is in the store under a sandbox service's state directory, before it starts."""
     target = _folder(state_dir)
-    for kept in STORE.iterdir() if STORE.is_dir() else ():
+    for kept in STORE.glob("[!.]*"):  # what begins with a dot is another run's, and becomes or goes at any time
         if (kept / "toolbox.json").is_file():
             _clone(kept, target / kept.name)
 
@@ -26,7 +26,7 @@ def bring(state_dir: Path) -> None:
 def keep(state_dir: Path) -> None:
     """Put what the service installed from a registry into the store, after it ended."""
     folder = _folder(state_dir)
-    for installed in folder.iterdir() if folder.is_dir() else ():
+    for installed in folder.glob("[!.]*"):
         kept = STORE / installed.name
         content = installed / "content"
         if any((content / name).is_dir() for name in ("node_modules", "python")) and not kept.exists():

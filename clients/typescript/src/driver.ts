@@ -21,12 +21,25 @@ const PATIENCE_MS = 60_000;
 /** How long a watch that broke is taken up again: until a minute has passed without any sign of the driver. */
 export class Patience {
   readonly #backoff = new Backoff();
+  readonly #early = new Backoff();
   #seen = performance.now();
 
   /** The driver answered. */
   sign(): void {
     this.#backoff.reset();
     this.#seen = performance.now();
+  }
+
+  /**
+   * Waits before what was asked at `asked` is asked again, though the driver answered: not where it held the question as
+   * long as it should, and longer each time where it answers at once.
+   */
+  async askAgain(asked: number, signal?: AbortSignal): Promise<void> {
+    if (performance.now() - asked > WAIT_MS / 2) {
+      this.#early.reset();
+    } else {
+      await pause(this.#early.next(), signal);
+    }
   }
 
   /** Waits before the next attempt; throws `error` when it is enough. */
@@ -141,12 +154,14 @@ export class Driver {
   async #until<A>(ask: () => Promise<A | undefined>, signal: AbortSignal | undefined): Promise<A> {
     const patience = new Patience();
     for (;;) {
+      const asked = performance.now();
       try {
         const answer = await ask();
         if (answer !== undefined) {
           return answer;
         }
         patience.sign();
+        await patience.askAgain(asked, signal);
       } catch (error) {
         if (!(error instanceof Unavailable)) {
           throw error;

@@ -58,7 +58,7 @@ export class AlreadyExists extends PenstockError {}
 export class FailedPrecondition extends PenstockError {}
 /** A concurrent change came first. */
 export class Aborted extends PenstockError {}
-/** The service cancelled the call. */
+/** The service says that the call was cancelled. A call that was dropped without a word is `Unavailable`. */
 export class Cancelled extends PenstockError {}
 /** A limit is reached; `retryAfterMs` says when to try again where that helps. */
 export class ResourceExhausted extends PenstockError {}

@@ -19,4 +19,4 @@ export type { GenerateOptions, Inference, Prompt } from "./inference.js";
 export type * from "./results.js";
 export type { Service, UnaryOptions } from "./rpc.js";
 export type { InterceptSession, Selector, SessionOptions } from "./sessions.js";
-export type { Command, CommandOptions, Files, RolloutOptions, Source, Task, Verifier } from "./tasks.js";
+export type { Command, CommandOptions, Files, Reading, RolloutOptions, Source, Task, Verifier } from "./tasks.js";

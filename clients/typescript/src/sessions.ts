@@ -230,6 +230,7 @@ export class InterceptSession {
   /** Connects, converses, and connects again until the session is closed or cannot be saved. Never rejects. */
   async #run(): Promise<void> {
     const backoff = new Backoff();
+    this.#lastReceived = performance.now();
     try {
       for (;;) {
         const began = performance.now();
@@ -237,7 +238,10 @@ export class InterceptSession {
           await new Conversation(this.#service, this.#client, this.#party, this.#wake).run(this.#ended.signal);
           return;
         } catch (error) {
-          if (!this.#sessionId || this.#closing || this.#ended.signal.aborted || !passes(error)) {
+          if (this.#closing || this.#ended.signal.aborted || !passes(error)) {
+            throw error;
+          }
+          if (!this.#sessionId && !(error instanceof Unavailable)) {
             throw error;
           }
           if (performance.now() - began > SETTLED_MS) {
@@ -247,6 +251,9 @@ export class InterceptSession {
           this.#goAway = undefined;
           const { reconnectTimeoutMs = 300_000 } = this.#options;
           if (performance.now() - this.#lastReceived > reconnectTimeoutMs) {
+            if (!this.#sessionId) {
+              throw error;
+            }
             const seconds = Math.round(reconnectTimeoutMs / 1000);
             throw new SessionLost(`The session could not be taken up again in ${seconds} s: ${error.message}`, {
               reason: "SESSION_LOST",

@@ -65,6 +65,14 @@ export function fromTransport(thrown: unknown, peer: string, token?: SentToken):
       { reason: "TRANSPORT_UNAVAILABLE", cause: thrown },
     );
   }
+  if (thrown.code === Code.Canceled && thrown.findDetails(ErrorInfoSchema).length === 0) {
+    // Not by us: it was the server's core, which drops calls under a flood.
+    return new Unavailable(
+      `${peer.charAt(0).toUpperCase()}${peer.slice(1)} dropped the call before it was answered: it is overloaded or shutting down. ` +
+        `Try again; if it stays so, look at who connects to it. (${thrown.rawMessage})`,
+      { reason: "TRANSPORT_CANCELLED", cause: thrown },
+    );
+  }
   const code = UPPER_SNAKE.get(thrown.code) ?? "UNKNOWN";
   const [info] = thrown.findDetails(ErrorInfoSchema);
   const [bad] = thrown.findDetails(BadRequestSchema);

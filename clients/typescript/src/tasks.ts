@@ -9,7 +9,7 @@ import {
   type TaskSchema,
   type VerifierSchema,
 } from "./gen/penstock/driver/v1/rollout_pb.js";
-import { type ModelSourceSchema, ModeSchema } from "./gen/penstock/interception/v1/interception_pb.js";
+import { ControlTokens, type ModelSourceSchema, ModeSchema } from "./gen/penstock/interception/v1/interception_pb.js";
 import type { CommandSchema } from "./gen/penstock/sandbox/v1/process_service_pb.js";
 import type { ResourcesSchema } from "./gen/penstock/sandbox/v1/sandbox_pb.js";
 import type { SeedFileSchema } from "./gen/penstock/sandbox/v1/sandbox_service_pb.js";
@@ -43,7 +43,10 @@ export interface Verifier {
   /** Default: [0, 1]. */
   readonly range?: readonly [number, number];
   readonly commandTimeoutMs?: number;
-  /** Grades in a fork of the prepared state, with what the agent changed below `changesBelow`. */
+  /**
+   * Where it works: in a fork of the prepared state, with what the agent changed below `changesBelow`, or in the agent's sandbox
+   * (false). Default: in a fork wherever the backend can.
+   */
   readonly freshFork?: boolean;
   /** Paths and globs that are put back into the prepared state first. */
   readonly restore?: readonly string[];
@@ -66,10 +69,18 @@ export interface Task {
 
 /** Who answers where the trainer does not, and whose tokenizer makes the prompts. */
 export type Source =
-  | { readonly inference: string; readonly adapter?: string }
+  | ({ readonly inference: string; readonly adapter?: string } & Reading)
   | { readonly upstream: string; readonly model?: string }
   | { readonly baseUrl: string; readonly apiKey: string; readonly model?: string }
-  | { readonly tokenizer: string };
+  | ({ readonly tokenizer: string } & Reading);
+
+/** How text becomes tokens and back. */
+export interface Reading {
+  /** Reads tool calls, for templates that do not show how they are written; default: the service's, or what the template shows. */
+  readonly toolCallParser?: string;
+  /** How control tokens are read that texts of a conversation spell; default: plain, as the text that they are. */
+  readonly controlTokens?: "plain" | "parse";
+}
 
 /** What a rollout may be told beside its task. */
 export interface RolloutOptions {
@@ -177,7 +188,7 @@ function verifierOf(verifier: Verifier): MessageInitShape<typeof VerifierSchema>
     rangeMin: range?.[0],
     rangeMax: range?.[1],
     commandTimeout: duration(verifier.commandTimeoutMs),
-    freshFork: verifier.freshFork ?? false,
+    freshFork: verifier.freshFork,
     restore: [...(verifier.restore ?? [])],
     changesBelow: [...(verifier.changesBelow ?? [])],
     componentRanges: Object.fromEntries(
@@ -214,12 +225,22 @@ function commandOf(command: Command): MessageInitShape<typeof CommandSchema> {
   };
 }
 
+function readingOf({ toolCallParser = "", controlTokens = "plain" }: Reading) {
+  return {
+    toolCallParser,
+    controlTokens: controlTokens === "parse" ? ControlTokens.PARSE : ControlTokens.UNSPECIFIED,
+  };
+}
+
 function sourceOf(source: Source): MessageInitShape<typeof ModelSourceSchema> {
   if ("inference" in source) {
-    return { source: { case: "inference", value: { name: source.inference, adapter: source.adapter ?? "" } } };
+    return {
+      source: { case: "inference", value: { name: source.inference, adapter: source.adapter ?? "" } },
+      ...readingOf(source),
+    };
   }
   if ("tokenizer" in source) {
-    return { source: { case: "tokenizer", value: { name: source.tokenizer } } };
+    return { source: { case: "tokenizer", value: { name: source.tokenizer } }, ...readingOf(source) };
   }
   const { model = "" } = source;
   return "upstream" in source

@@ -23,6 +23,9 @@ from penstock_chassis.server import MAX_MESSAGE_BYTES
 from penstock_chassis.settings import is_loopback
 from penstock_chassis.tls import ClientTls
 
+MAX_CONNECTIONS: Final = 64
+"""Connections of one channel; with the 256 calls that a service allows on each, some 16,000 calls at once."""
+
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -35,6 +38,9 @@ OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 5_000),
     # A proxy from the environment must never see what goes to loopback or between our services.
     ("grpc.enable_http_proxy", 0),
+    # A server bounds the calls of one connection (`limits`): whoever makes more opens more connections.
+    ("grpc.max_connections_per_subchannel_cap", MAX_CONNECTIONS),
+    ("grpc.service_config", f'{{"connectionScaling": {{"maxConnectionsPerSubchannel": {MAX_CONNECTIONS}}}}}'),
 )
 
 

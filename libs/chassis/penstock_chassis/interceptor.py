@@ -27,13 +27,16 @@ from google.protobuf.message import DecodeError
 
 from penstock_chassis import rpc_status, tracing
 from penstock_chassis.auth import HEALTH_CHECK, Authenticator, RoleTable, authorize
-from penstock_chassis.errors import InvalidArgument
+from penstock_chassis.errors import InvalidArgument, Unauthenticated
 from penstock_chassis.metrics import histogram
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 """Metadata key of the id that ties the log lines of one request together across services."""
 
 RPC_SECONDS: Final = histogram("penstock_rpc_seconds", "RPCs served, streams with all of their life", "method", "code")
+
+OPEN_REQUEST_S: Final = 10.0
+"""Seconds in which the request of a method that needs no token must have come."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN: Final = secrets.token_hex(8)
@@ -58,22 +61,42 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, authenticator: Authenticator, roles: RoleTable) -> None:
         self._authenticator = authenticator
         self._roles = roles
-        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+        self._wrapped: dict[str, tuple[grpc.RpcMethodHandler[Any, Any], grpc.RpcMethodHandler[Any, Any]]] = {}
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wraps the method's handler, once; a server's handlers never change."""
+        """Wraps the method's handler, once; a server's handlers never change.
+
+        Who has no right token is refused without reading what he sends: a request that never comes holds nothing.
+        """
         method = handler_call_details.method
         wrapped = self._wrapped.get(method)
         if wrapped is None:
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None  # gRPC answers UNIMPLEMENTED: which methods exist is no secret, the protos are public
-            wrapped = self._wrapped[method] = self._wrap(method.removeprefix("/"), handler)
-        return wrapped
+            name = method.removeprefix("/")
+            wrapped = self._wrapped[method] = self._wrap(name, handler), self._refusing(name, handler)
+        admitted, refused = wrapped
+        return admitted if self._knows(method, handler_call_details.invocation_metadata) else refused
+
+    def _knows(self, method: str, metadata: Any) -> bool:
+        """Whether the caller may be waited for; `_admit` then says who he is, or what is wrong with him."""
+        if method.removeprefix("/") in _OPEN:
+            return True
+        try:
+            self._authenticator.authenticate(metadata or ())
+        except Unauthenticated:
+            return False
+        return True
+
+    def _refusing(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+        """Answers at once: gRPC runs a handler that takes a stream before anything was sent."""
+        refuse = self._streaming(method, _never)
+        return grpc.stream_stream_rpc_method_handler(refuse, None, handler.response_serializer)
 
     def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
         # The four arities differ in the response only: a request stream is handed on as it is.
@@ -89,6 +112,8 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             if handler.request_streaming
             else (handler.unary_unary, grpc.unary_unary_rpc_method_handler)
         )
+        if method in _OPEN:
+            kind, make = _soon(kind), grpc.stream_unary_rpc_method_handler
         return make(self._single(method, kind), _reader(handler), handler.response_serializer)
 
     def _single(self, method: str, behaviour: Any) -> Any:
@@ -162,6 +187,24 @@ def _reader(handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
             return _MALFORMED
 
     return tolerant
+
+
+def _soon(behaviour: Any) -> Any:
+    """A method that anybody may call, with its one request read here: gRPC itself would wait for it for ever."""
+
+    async def call(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            async with asyncio.timeout(OPEN_REQUEST_S):
+                request = await anext(requests)
+        except (TimeoutError, StopAsyncIteration):
+            raise InvalidArgument("No request came with the call.", reason="REQUEST_MALFORMED") from None
+        return await behaviour(_checked(request), context)
+
+    return call
+
+
+async def _never(_request: Any, _context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    raise AssertionError("a caller without a right token was let in")
 
 
 def _checked(request: Any) -> Any:

@@ -65,6 +65,8 @@ class Operations(rpc.OperationsServiceServicer):
         troubles: what only it knows.
         disks: directories by name.
         clock: seconds since the epoch.
+        restarts: how often the service's supervisor has started it again.
+        last_end: how the process before this one ended.
     """
 
     def __init__(
@@ -73,11 +75,15 @@ class Operations(rpc.OperationsServiceServicer):
         troubles: Troubles = no_troubles,
         disks: Mapping[str, Path] | None = None,
         clock: Callable[[], float] = time.time,
+        restarts: int = 0,
+        last_end: str = "",
     ) -> None:
         self._name = name
         self._troubles = troubles
         self._disks = dict(disks or {})
         self._clock = clock
+        self._restarts = restarts
+        self._last_end = last_end
         self._started = clock()
         self._lag: LoopLag | None = None
 
@@ -124,7 +130,7 @@ class Operations(rpc.OperationsServiceServicer):
         for family, values in metrics.gauges():
             for labels, value in values.items():
                 answer.gauges.add(name=family.name, labels=dict(zip(family.labels, labels, strict=True)), value=value)
-        found = [*self._troubles(patience), *_of_process(answer, least)]
+        found = [*self._troubles(patience), *_of_process(answer, least), *self._of_restarts()]
         for trouble in sorted(found, key=lambda trouble: not trouble.grave):
             answer.troubles.add(
                 reason=trouble.reason,
@@ -134,6 +140,17 @@ class Operations(rpc.OperationsServiceServicer):
                 subjects=trouble.subjects[:SUBJECTS],
             )
         return answer
+
+    def _of_restarts(self) -> Iterator[Trouble]:
+        if self._restarts:
+            times_ = "once" if self._restarts == 1 else f"{self._restarts} times"
+            yield Trouble(
+                "SERVICE_RESTARTED",
+                f"the {self._name} service was started again {times_} after it had ended by itself. {self._last_end}",
+                "read its log from before that end; where the kernel killed it for want of memory, give it more or run"
+                " less at once. What it held in memory alone is lost: weights that were pushed to an engine, for one",
+                grave=False,
+            )
 
 
 def _of_process(status: pb.GetStatusResponse, min_free_bytes: int) -> Iterator[Trouble]:

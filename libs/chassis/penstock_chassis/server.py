@@ -32,6 +32,7 @@ from penstock_chassis.collector import Collector
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_chassis.exposition import exposition
 from penstock_chassis.interceptor import ServerInterceptor
+from penstock_chassis.limits import Limits
 from penstock_chassis.operations import Operations, Troubles, no_troubles
 from penstock_chassis.process import set_parent_death_signal
 from penstock_chassis.settings import ServiceSettings
@@ -95,6 +96,7 @@ class Server:
         port: 0 lets the kernel choose; `address` has the result.
         tls: certificates; None serves plaintext.
         drain_s: seconds that open RPCs may take to end when stopping.
+        limits: what callers may take.
 
     Entering raises FailedPrecondition `PORT_IN_USE` when the address cannot be bound, and ValueError when `roles`
     names a method that is not there.
@@ -109,6 +111,7 @@ class Server:
         port: int = 0,
         tls: ServerTls | None = None,
         drain_s: float = 10.0,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
     ) -> None:
         self._service = service
         self.authenticator = authenticator
@@ -116,6 +119,7 @@ class Server:
         self._port = port
         self._tls = tls
         self._drain_s = drain_s
+        self._limits = limits
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
 
@@ -136,7 +140,8 @@ class Server:
             raise ValueError(f"roles are given for methods that are not served: {', '.join(unknown)}")
 
         self._server = server = grpc.aio.server(
-            interceptors=[ServerInterceptor(self.authenticator, roles)], options=OPTIONS
+            interceptors=[ServerInterceptor(self.authenticator, roles)],
+            options=(*OPTIONS, *self._limits.options()),
         )
         generic = _GenericOnly(server)
         for servicer, add in self._service.registrations:
@@ -252,7 +257,17 @@ async def _run(settings: S, name: str, build: Callable[[S], AbstractAsyncContext
                 )
             )
             service = await stack.enter_async_context(build(settings))
-            watched = stack.enter_context(closing(Operations(name, service.troubles, {"state": settings.state_dir})))
+            watched = stack.enter_context(
+                closing(
+                    Operations(
+                        name,
+                        service.troubles,
+                        {"state": settings.state_dir},
+                        restarts=settings.restarts,
+                        last_end=settings.last_end,
+                    )
+                )
+            )
             stack.enter_context(operations.DISK_FREE.told_by(watched.free))
             server = await stack.enter_async_context(_server(settings, watched_by(watched, service)))
             endpoints = dict(service.endpoints)
@@ -308,6 +323,7 @@ def _server(settings: ServiceSettings, service: Service) -> Server:
         port=settings.port,
         tls=_tls(settings),
         drain_s=settings.drain_s,
+        limits=Limits(settings.max_streams, settings.max_connections),
     )
 
 

@@ -30,6 +30,7 @@ from pydantic_settings import (
 )
 
 from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.validation import violations_of
 
 CONFIG_VARIABLE = "PENSTOCK_CONFIG"
 """Environment variable that names the TOML file; it has one table per service, such as `[sandbox]`."""
@@ -57,6 +58,10 @@ class ServiceSettings(BaseSettings):
     tls_cert: Path | None = Field(None, description="PEM file with the server's certificate chain")
     tls_key: Path | None = Field(None, description="PEM file with the certificate's private key")
     tls_client_ca: Path | None = Field(None, description="PEM file; when set, clients must show a certificate of it")
+    max_streams: int = Field(256, ge=8, le=100_000, description="calls at once on one connection; further ones wait")
+    max_connections: int = Field(
+        1_000, ge=8, le=1_000_000, description="connections at once; at most half of the files it may open (ulimit -n)"
+    )
     state_dir: Path = Field(Path(), description="directory of this service's state; the default is per user")
     journal_sync: Literal["normal", "full"] = Field(
         "normal", description="full: an acknowledged write also survives a loss of power, at one fsync per commit"
@@ -75,6 +80,8 @@ class ServiceSettings(BaseSettings):
     otlp_ca: Path | None = Field(None, description="PEM file that otlp_endpoint's certificate is verified by")
     trace_ratio: float = Field(1.0, ge=0, le=1, description="share of the traces begun here that are kept")
     parent_pid: int | None = Field(None, ge=1, description="stop when this process, our parent, ends (Linux)")
+    restarts: int = Field(0, ge=0, description="how often what supervises this service has started it again")
+    last_end: str = Field("", description="how the process before this one ended, as its supervisor saw it")
 
     @field_validator("operator_token", "trainer_token", "observer_token", "otlp_token")
     @classmethod
@@ -134,10 +141,7 @@ class ServiceSettings(BaseSettings):
         try:
             return cls(**flags)
         except ValidationError as error:
-            raise _invalid(
-                Violation(".".join(map(str, item["loc"])) or "settings", item["msg"].removeprefix("Value error, "))
-                for item in error.errors(include_input=False, include_url=False, include_context=False)
-            ) from None
+            raise _invalid(violations_of(error, "settings")) from None
 
     @classmethod
     def table(cls) -> str:

@@ -1,9 +1,19 @@
 """Text to token ids and back: chat templates, exact continuation, tool-call and reasoning parsers."""
 
 from penstock_codec.codec import Codec
+from penstock_codec.control_text import ControlTokens
 from penstock_codec.errors import CodecError
 from penstock_codec.files import TokenizerFiles
 from penstock_codec.parsers import MalformedCall, ParsedCompletion
 from penstock_codec.splice import Continuation, Inexact
 
-__all__ = ["Codec", "CodecError", "Continuation", "Inexact", "MalformedCall", "ParsedCompletion", "TokenizerFiles"]
+__all__ = [
+    "Codec",
+    "CodecError",
+    "Continuation",
+    "ControlTokens",
+    "Inexact",
+    "MalformedCall",
+    "ParsedCompletion",
+    "TokenizerFiles",
+]

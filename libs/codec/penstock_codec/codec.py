@@ -7,15 +7,17 @@ milliseconds), so a service calls it off its event loop.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from penstock_codec.chat import FinishReason, Message, Tool
+from penstock_codec.control_text import ControlText, ControlTokens
 from penstock_codec.decoding import Detokenizer
 from penstock_codec.errors import CodecError
 from penstock_codec.files import TokenizerFiles
@@ -29,11 +31,26 @@ from penstock_codec.parsers import (
     choose_grammar,
     parser_for,
 )
+from penstock_codec.parsers.grammar import THINK
+from penstock_codec.quick import quick
+from penstock_codec.rendering import Rendering
 from penstock_codec.segments import Segments
 from penstock_codec.splice import Continuation, Inexact, IntArray, Splicer
 from penstock_codec.template import ChatTemplate
 
+_LIKE_MARKUP = re.compile(r"<[|｜].+[|｜]>|</?tool_\w+>")  # noqa: RUF001  (DeepSeek's character)
+MAX_VOCABULARY = 1 << 24
 PROMPT_TAIL = 64  # a generation prompt is shorter than this
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation's ids. `mixed_up`: what its texts spell of control tokens was read as such, since the template
+    changed them so that they could not be told from its own."""
+
+    ids: IntArray
+    mixed_up: bool = False
 
 
 class Codec:
@@ -46,21 +63,30 @@ class Codec:
         template: ChatTemplate,
         *,
         parser: str | None,
+        control_tokens: ControlTokens = ControlTokens.PLAIN,
     ) -> None:
         self.files = files
+        self.control_tokens = control_tokens
         self.template = template
         self._tokenizer = tokenizer
-        self._grammar = choose_grammar(parser, template.text)
+        self._grammar = choose_grammar(parser, template.text, takes_tools=template.supports_tools)
         self._parser = parser_for(self._grammar)
-        self._detokenizer = Detokenizer(tokenizer)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > MAX_VOCABULARY:  # tables are as long, whatever is in them
+            raise CodecError(
+                "TOKENIZER_UNSUPPORTED", f"token ids are below {MAX_VOCABULARY}, not {self.vocab_size - 1}"
+            )
+        self._detokenizer = Detokenizer(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         controls = {token.content: index for index, token in added.items() if token.special}
         # Every added token that is looked for in the text as it is, markup included, is a place to cut.
         whole = [t for t in added.values() if t.normalized or t.lstrip or t.rstrip or t.single_word]
         marks = [token.content for token in added.values()] if not whole else []
         self._segments = Segments(tokenizer, marks, self._encode_batch)
+        self._control_text = ControlText(self._unspoken(added), self._said, files.tokenizer_json)
+        plain = control_tokens is ControlTokens.PLAIN
+        self._rendering = Rendering(template, self._segments, self._control_text if plain else None)
         stops: dict[str, int] = {}
         for index in files.stop_token_ids:
             stop = tokenizer.id_to_token(index)
@@ -76,8 +102,7 @@ class Codec:
             for mark in (Mark.OPEN_THINK, Mark.CLOSE_THINK)
         }
         self._splicer = Splicer(
-            template,
-            self._segments.encode,
+            self._rendering,
             {**controls, **stops},
             other_ends={**parts, **ends},
             openings=openings,
@@ -100,9 +125,16 @@ class Codec:
 
     @classmethod
     def load(
-        cls, files: TokenizerFiles, *, parser: str | None = None, now: Callable[[], datetime] = datetime.now
+        cls,
+        files: TokenizerFiles,
+        *,
+        parser: str | None = None,
+        control_tokens: ControlTokens = ControlTokens.PLAIN,
+        now: Callable[[], datetime] = datetime.now,
     ) -> Self:
         """Build a codec. `parser` is a name in parsers.GRAMMARS; None lets the template decide, or refuses.
+
+        `control_tokens`: how those are read that the texts of a conversation spell.
 
         Raises CodecError: TOKENIZER_INVALID, TOKENIZER_UNSUPPORTED, TEMPLATE_INVALID, TOKEN_ID_INVALID,
         PARSER_UNKNOWN, PARSER_UNDETECTED.
@@ -114,7 +146,7 @@ class Codec:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         template = ChatTemplate(files.chat_template, files.special_tokens, now=now)
-        return cls(files, tokenizer, template, parser=parser)
+        return cls(files, tokenizer, template, parser=parser, control_tokens=control_tokens)
 
     @property
     def parser(self) -> str:
@@ -139,9 +171,10 @@ class Codec:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as the model's text; see ChatTemplate.render for the errors."""
-        return self.template.render(
+        rendered = self._rendering.render(
             messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
+        return self._rendering.shown(rendered.text)
 
     def render(
         self,
@@ -152,10 +185,31 @@ class Codec:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> IntArray:
         """The whole conversation as int32 ids, for a conversation of which nothing was sampled yet."""
-        text = self.render_text(
+        return self.prompt(
+            messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        ).ids
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """As `render`, with what there is to say of it."""
+        rendered = self._rendering.render(
             messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
-        return self._segments.encode(text)
+        return Prompt(self._rendering.ids(rendered.text), rendered.mixed_up)
+
+    def may_spell_control_tokens(self, body: bytes) -> bool:
+        """Whether a body of JSON may hold texts that spell control tokens: a quick look at its bytes."""
+        return self._control_text.spelled_in(body)
+
+    def spells_control_tokens(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> bool:
+        """Whether a conversation's texts spell control tokens or the model's markup, an answer's own apart."""
+        return self.template.spells(self._control_text, messages, tools)
 
     def continuation(
         self,
@@ -213,6 +267,10 @@ class Codec:
         stream = self._detokenizer.stream()
         return stream.push(items) + stream.flush()
 
+    def token_bytes(self, ids: Sequence[int] | IntArray) -> list[bytes]:
+        """The bytes of each id: maybe a part of a character, and none for an id that the tokenizer does not have."""
+        return self._detokenizer.pieces(_as_list(ids))
+
     def stream_parser(
         self,
         *,
@@ -264,6 +322,29 @@ class Codec:
         text = self.decode(turn[::-1])
         opened = max(text.rfind(item) for item in self._spelled)
         return opened > max(text.rfind(item) for item in self._close_think)
+
+    @property
+    def _said(self) -> Iterable[str]:
+        """Markup that an answer may hold as text: a malformed call is one, and clients inline reasoning."""
+        return THINK if self._grammar.own_markup else {**THINK, **self._grammar.marks}
+
+    def _unspoken(self, added: Mapping[int, AddedToken]) -> dict[str, int]:
+        """The tokens that no text of a conversation may make: control tokens, and the markup of models and templates.
+
+        Others are words of the vocabulary, such as Gemma's tokens for HTML and for line breaks.
+        """
+        markup = {text for grammar in GRAMMARS.values() for text in grammar.marks}
+        return {
+            token.content: index
+            for index, token in added.items()
+            if token.content.strip()
+            and (
+                token.special
+                or token.content in markup
+                or token.content in self.template.text
+                or _LIKE_MARKUP.fullmatch(token.content)
+            )
+        }
 
     @cached_property
     def _pieces(self) -> tuple[dict[str, int], dict[int, int], re.Pattern[str]]:

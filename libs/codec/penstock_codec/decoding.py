@@ -60,6 +60,11 @@ class Detokenizer:
         """A fresh stream."""
         return TextStream(self._table, strip=self._strip)
 
+    def pieces(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes of each id by itself, which may be a part of a character; none for one without a token."""
+        count = len(self._table)
+        return [self._table[index] if 0 <= index < count else b"" for index in ids]
+
     def single_bytes(self) -> dict[int, int]:
         """An id for each byte that a token stands for alone."""
         return {text[0]: index for index, text in enumerate(self._table) if len(text) == 1}

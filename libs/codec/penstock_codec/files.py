@@ -14,6 +14,9 @@ from typing import Any
 
 from penstock_codec.errors import CodecError
 
+MAX_TOKENIZER_BYTES = 256 << 20
+MAX_TEXT_BYTES = 32 << 20  # of a template or a configuration; some list a hundred thousand tokens
+_IDS = 1 << 31
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -44,22 +47,20 @@ class TokenizerFiles:
     def from_directory(cls, directory: str | Path) -> TokenizerFiles:
         """Read a model directory in the Hugging Face layout; the template is a file of its own or in the config."""
         root = Path(directory)
-        try:
-            tokenizer_json = (root / "tokenizer.json").read_bytes()
-        except OSError as error:
-            raise CodecError(
-                "FILES_INCOMPLETE", f"{root.name}/tokenizer.json cannot be read: {error.strerror}"
-            ) from error
+        tokenizer_json = _read(root / "tokenizer.json", MAX_TOKENIZER_BYTES)
         config = _read_json(root / "tokenizer_config.json")
         generation = _read_json(root / "generation_config.json") or _read_json(root / "config.json")
         template_file = root / "chat_template.jinja"
-        template = template_file.read_text("utf-8") if template_file.is_file() else config.get("chat_template")
+        template = _read_text(template_file) if template_file.is_file() else config.get("chat_template")
         if isinstance(template, list):  # older releases name several; "default" is the one for chat
-            template = next((item.get("template") for item in template if item.get("name") == "default"), None)
+            named = [item for item in template if isinstance(item, dict)]
+            template = next((item.get("template") for item in named if item.get("name") == "default"), None)
         if not isinstance(template, str) or not template:
             raise CodecError("FILES_INCOMPLETE", f"{root.name} has no chat template: add chat_template.jinja")
         eos = generation.get("eos_token_id")
-        stops = tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)
+        stops = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        if any(type(item) is not int or not 0 <= item < _IDS for item in stops):
+            raise CodecError("FILES_INCOMPLETE", f"{root.name} has an eos_token_id that is no token id")
         specials = {name: text for name in SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
         return cls(tokenizer_json, template, stops, specials)
 
@@ -75,13 +76,36 @@ class TokenizerFiles:
         (root / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
 
 
+def _read(path: Path, most: int) -> bytes:
+    """A file of a model directory. Raises CodecError FILES_INCOMPLETE."""
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise CodecError("FILES_INCOMPLETE", f"{name} cannot be read: {error.strerror}") from error
+    if len(data) > most:
+        raise CodecError("FILES_INCOMPLETE", f"{name} has more than {most} bytes")
+    return data
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return _read(path, MAX_TEXT_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CodecError("FILES_INCOMPLETE", f"{path.name} is not UTF-8: {error}") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CodecError("FILES_INCOMPLETE", f"{path.name} is not JSON: {error}") from error
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CodecError):
+            raise
+        told = "it nests too deeply" if isinstance(error, RecursionError) else error
+        raise CodecError("FILES_INCOMPLETE", f"{path.name} is not JSON: {told}") from error
     return value if isinstance(value, dict) else {}
 
 

@@ -72,7 +72,7 @@ class Segments:
         """The ids of a text, as int32. CPU work. Raises what `encode` raises."""
         if self._words is None and len(text) < SHORTEST:
             return np.asarray(self._encode([text])[0], dtype=np.int32)
-        blocks = self._blocks(text)
+        blocks = self.blocks(text)
         if self._words is None:
             found = self._ids_of(blocks)
             return np.concatenate([found[block] for block in blocks])
@@ -104,8 +104,8 @@ class Segments:
                 found |= self._make([stretch for stretch in unknown if stretch not in found])
         return found
 
-    def _blocks(self, text: str) -> list[str]:
-        """The text in pieces, none of them empty but where the text is."""
+    def blocks(self, text: str) -> list[str]:
+        """The text in pieces between which nothing merges, none of them empty but where the text is."""
         if self._special is None:
             return [text]
         cuts = [match.start() for match in self._special.finditer(text)]

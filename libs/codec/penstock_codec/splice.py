@@ -20,31 +20,38 @@ import json
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_codec.chat import Message, Role, Tool, ToolCallPart
+from penstock_codec.chat import Message, Role, TextPart, Tool, ToolCallPart
 from penstock_codec.errors import CodecError
 from penstock_codec.quick import quick
-from penstock_codec.template import ChatTemplate
+from penstock_codec.rendering import Rendering
 
 IntArray = NDArray[np.int32]
 SHAPES_KEPT = 1024
 _SHOWN = 40
+_QUESTION = Message.user("q")
+_TOOL = Tool("f", "F.", '{"type": "object", "properties": {"a": {"type": "string"}}}')
 
 
 @quick
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The ids to append. `closing` of them (0 or 1), at the front, close a turn that the model did not close itself."""
+    """The ids to append. `closing` of them (0 or 1), at the front, close a turn that the model did not close itself.
+
+    `mixed_up`: what the new messages spell of control tokens could not be told from the template's own.
+    """
 
     ids: IntArray
     closing: int
+    mixed_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +83,23 @@ class Splicer:
 
     def __init__(
         self,
-        template: ChatTemplate,
-        encode: Callable[[str], IntArray],
+        rendering: Rendering,
         special_tokens: Mapping[str, int],
         *,
         other_ends: Mapping[str, int] | None = None,
         openings: Mapping[str, int] | None = None,
         thinking: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """`encode` maps text to ids without adding any; `special_tokens` maps the text of special tokens to ids.
+        """`special_tokens` maps the text of special tokens to ids.
 
         `other_ends` are tokens that may end a turn beside the one that the template shows after a plain answer;
         `openings` those that open a turn and so end the one before it; `thinking` is the markup around reasoning.
         """
-        self._template = template
-        self._encode = encode
-        pairs = "|".join(f"{re.escape(opening)}.*?{re.escape(closing)}" for opening, closing in thinking)
+        self._rendering = rendering
+        # The closing alone is what some (GLM 5's) leave of reasoning.
+        pairs = "|".join(
+            f"{re.escape(opening)}.*?{re.escape(closing)}|{re.escape(closing)}" for opening, closing in thinking
+        )
         self._thinking = re.compile(pairs or r"(?!)", re.DOTALL)
         self._mark = "probe" + secrets.token_hex(12)
         self._shapes: OrderedDict[tuple[Any, ...], _Probe | Inexact] = OrderedDict()
@@ -118,9 +126,7 @@ class Splicer:
         if self.end_of_turn is None:
             return Inexact("NO_END_OF_TURN", "the template does not close an assistant turn with a special token")
         kwargs = dict(template_kwargs or {})
-        # Some templates write one call a turn only, whatever the model does: the last one then stands for all.
-        alone = len(history[-1].tool_calls) > 1 and not self._takes_several(history[-1], tools, kwargs)
-        turn = self._marked(history[-1], alone=alone)
+        turn = self._turn_like(history[-1], tools, kwargs)
         try:
             shape = self._shape(turn, new, tools, add_generation_prompt, kwargs)
             if isinstance(shape, Inexact):
@@ -138,12 +144,12 @@ class Splicer:
         if isinstance(tail, Inexact):
             return tail
         # The end of turn is encoded along, so that the tail is tokenised as text after a special token is.
-        ids = self._encode(tail.end + tail.after)
+        ids = self._rendering.ids(tail.end + tail.after)
         if ids.size == 0 or ids[0] != self._ends[tail.end]:
             return Inexact("NO_END_OF_TURN", "the tokenizer does not keep the end of a turn as one token")
         closed = {self._ends[tail.end]} if tail.end in self._openings else self.end_ids
         closing = 0 if last_id in closed else 1
-        return Continuation(ids[1 - closing :], closing)
+        return Continuation(ids[1 - closing :], closing, tail.mixed_up)
 
     def _shape(
         self,
@@ -155,7 +161,11 @@ class Splicer:
     ) -> _Probe | Inexact:
         key = (
             len(turn.tool_calls),
-            tuple((message.role, len(message.tool_calls), len(message.tool_results)) for message in new),
+            # Text beside a tool's result is a message of its own to the template.
+            tuple(
+                (message.role, len(message.tool_calls), len(message.tool_results), _has_text(message))
+                for message in new
+            ),
             bool(tools),
             add_generation_prompt,
             json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else "",
@@ -189,7 +199,8 @@ class Splicer:
             return base
         # Dropping old reasoning is no rewrite for us: the ids that were sampled stay as they are.
         if self._without_thinking(longer.before) != self._without_thinking(base.before):
-            change = _first_change(base.before, longer.before)
+            shown = self._rendering.shown
+            change = _first_change(shown(base.before), shown(longer.before))
             return Inexact(
                 "TEMPLATE_REWRITES_HISTORY", f"new messages change the text that stands before them: {change}"
             )
@@ -209,61 +220,93 @@ class Splicer:
         add_generation_prompt: bool,
         kwargs: Mapping[str, Any],
     ) -> _Split | Inexact:
-        text = self._template.render(
+        rendered = self._rendering.render(
             [*history, *new], tools, add_generation_prompt=add_generation_prompt, template_kwargs=kwargs
         )
-        before, found, rest = text.partition(self._mark)
+        before, found, rest = rendered.text.partition(self._mark)
         if not found or self._mark in rest:
             return Inexact("TEMPLATE_HIDES_TURN", "the template does not show an assistant turn exactly once")
         closed = self._end.search(rest)
         if closed is None:
             if self._openings and not new and not add_generation_prompt:
-                return _Split(before, "", "")  # nothing follows that would close it
+                return _Split(before, "", "", rendered.mixed_up)  # nothing follows that would close it
             return Inexact("NO_END_OF_TURN", "the template does not close this turn")
-        return _Split(before, closed.group(), rest[closed.end() :])
+        return _Split(before, closed.group(), rest[closed.end() :], rendered.mixed_up)
 
-    def _takes_several(self, turn: Message, tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the template shows all calls of a turn: some refuse several, some leave out all but the first."""
+    def _turn_like(self, turn: Message, tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> Message:
+        """A turn with the mark that stands for `turn`, as far as the template shows such a one.
+
+        Some templates write one call of a turn only, whatever the model does: the last one then stands for all. Some
+        write none (Granite 3): what follows then follows any answer.
+        """
+        calls = len(turn.tool_calls)
+        if calls > 1 and not self._shows(self._marked(turn), tools, kwargs):
+            turn = replace(turn, parts=turn.tool_calls[-1:])
+        if calls and not self._shows_calls and self._shows(Message.assistant(self._mark), tools, kwargs):
+            turn = Message.assistant("")
+        return self._marked(turn)
+
+    @cached_property
+    def _shows_calls(self) -> bool:
+        """Whether the template writes a call into the history, or refuses it: asked once."""
+        turn = self._marked(Message.assistant("", ToolCallPart("call_0", "f", "{}")))
+        for tools in ((), (_TOOL,)):
+            try:
+                if self._mark in self._rendering.render([_QUESTION, turn], tools, add_generation_prompt=False).text:
+                    return True
+            except CodecError:
+                return True
+        return False
+
+    def _shows(self, turn: Message, tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the template shows the mark in a turn: some refuse several calls, some show the first only."""
         try:
-            text = self._template.render(
-                [Message.user("q"), self._marked(turn)], tools, add_generation_prompt=False, template_kwargs=kwargs
+            rendered = self._rendering.render(
+                [_QUESTION, turn], tools, add_generation_prompt=False, template_kwargs=kwargs
             )
         except CodecError:
             return False
-        return self._mark in text
+        return self._mark in rendered.text
 
     def _without_thinking(self, text: str) -> str:
         return "".join(self._thinking.sub("", text).split())  # the white space around it goes with it
 
-    def _marked(self, turn: Message, *, alone: bool = False) -> Message:
-        """A turn of the same kind as `turn` that holds the mark once, as the last thing in it.
-
-        `alone`: with its last call only.
-        """
-        if not turn.tool_calls:
+    def _marked(self, turn: Message) -> Message:
+        """A turn of the same kind as `turn` that holds the mark once, as the last thing in it."""
+        made = turn.tool_calls
+        if not made:
             return Message.assistant(self._mark)
-        *first, last = turn.tool_calls
-        calls = [] if alone else [ToolCallPart(call.id, call.name, "{}") for call in first]
+        *first, last = made
+        calls = [ToolCallPart(call.id, call.name, "{}") for call in first]
         return Message.assistant("", *calls, ToolCallPart(last.id, last.name, f'{{"probe": "{self._mark}"}}'))
 
     def _find_end_of_turn(self, special_tokens: Mapping[str, int]) -> EndOfTurn | None:
-        turn = [Message.user("q"), Message.assistant(self._mark)]
-        end = self._end_after(turn, special_tokens)
-        if end is None and self._openings:
-            end = self._end_after([*turn, Message.user("q")], self._openings)
-        return end
+        turn = [_QUESTION, Message.assistant(self._mark)]
+        for tools in ((), (_TOOL,)) if self._rendering.template.supports_tools else ((),):
+            end = self._end_after(turn, tools, special_tokens)
+            if end is None and self._openings:
+                end = self._end_after([*turn, _QUESTION], tools, self._openings)
+            if end is not None:
+                return end
+        return None
 
-    def _end_after(self, messages: Sequence[Message], tokens: Mapping[str, int]) -> EndOfTurn | None:
+    def _end_after(
+        self, messages: Sequence[Message], tools: Sequence[Tool], tokens: Mapping[str, int]
+    ) -> EndOfTurn | None:
         try:
-            text = self._template.render(messages, add_generation_prompt=False)
+            text = self._rendering.render(messages, tools, add_generation_prompt=False).text
         except CodecError:
-            return None
+            return None  # some (Hermes 3's) refuse a conversation without tools
         _, found, rest = text.partition(self._mark)
         rest = rest.lstrip()
         closing = max((token for token in tokens if token and rest.startswith(token)), key=len, default=None)
         if not found or closing is None:
             return None
         return EndOfTurn(closing, tokens[closing])
+
+
+def _has_text(message: Message) -> bool:
+    return any(isinstance(part, TextPart) and part.text for part in message.parts)
 
 
 def _first_change(old: str, new: str) -> str:
@@ -279,3 +322,4 @@ class _Split:
     before: str  # up to the mark
     end: str  # what closes the marked turn
     after: str  # behind the end of the marked turn
+    mixed_up: bool

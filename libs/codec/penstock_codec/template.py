@@ -20,28 +20,27 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.runtime import Context
 
 from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart, ToolResultPart
+from penstock_codec.control_text import Breaking, ControlText, gather
 from penstock_codec.errors import CodecError
+from penstock_codec.sandbox import WORK, Known, Sandbox, Work, joined
 
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _ALPHABET = string.ascii_letters + string.digits
 _PLAIN = (Role.SYSTEM, Role.USER, Role.ASSISTANT)
 _INSTRUCTING = (Role.SYSTEM, Role.DEVELOPER)
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-# What dicts have as attributes, which come before their items.
-_OF_DICTS = frozenset(dir(dict))
-# What a template asks of its loop; none of it is callable or leads anywhere.
-_OF_LOOPS = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "previtem", "nextitem"})
-# What templates ask of texts; all of it makes new values. (`format`, which reaches further, is the sandbox's.)
-_OF_STRINGS = frozenset({"startswith", "endswith", "strip", "lstrip", "rstrip", "split", "rsplit", "replace", "upper"})
+_ANSWER = Role.ASSISTANT.value
+_SAID = ("content", "reasoning_content")
 _JSON = json.JSONEncoder(ensure_ascii=False)
+MAX_TEMPLATE_CHARS = 1 << 20
+MAX_TIME_CHARS = 256
+MAX_INDENT = 32
 # Tools with longer schemas are read anew each time; 1,024 of the others are kept.
 _KNOWN_SCHEMA_CHARS = 16 << 10
 
@@ -56,20 +55,26 @@ class ChatTemplate:
 
         Raises CodecError TEMPLATE_INVALID when the text is no template.
         """
-        environment = _Sandbox(
+        environment = Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: now().strftime(form)
+        environment.globals["strftime_now"] = lambda form: _time_as(form, now())
+        if len(text) > MAX_TEMPLATE_CHARS:
+            raise CodecError("TEMPLATE_INVALID", f"the chat template has more than {MAX_TEMPLATE_CHARS} characters")
         try:
-            self._template = environment.from_string(text)
-        except jinja2.TemplateError as error:
-            raise CodecError("TEMPLATE_INVALID", f"the chat template does not compile: {error}") from error
+            tree = environment.parse(text)
+            takes = meta.find_undeclared_variables(tree)
+            self._template = environment.from_string(environment.bounded(tree))
+        except Exception as error:
+            told = "it nests too deeply" if isinstance(error, RecursionError | MemoryError) else error
+            raise CodecError("TEMPLATE_INVALID", f"the chat template does not compile: {told}") from error
         # What every text has, which Jinja would put together for each.
         self._given = {**self._template.globals, "documents": None, **special_tokens}
         self.text = text
-        self.supports_tools = "tools" in text
+        # A word of the text is not enough: Phi-4-mini's reads `message['tools']`, which nobody gives.
+        self.supports_tools = "tools" in takes
         self.renders_call_ids = "tool_call_id" in text or "tool_call.id" in text
         self._knows_developer = "developer" in text
         self._short_ids = False
@@ -88,8 +93,9 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        apart: Breaking | None = None,
     ) -> str:
-        """The conversation as the model's text.
+        """The conversation as the model's text; `apart` breaks what its texts spell of control tokens.
 
         Raises CodecError: TEMPLATE_REFUSED (the template raised, or a reserved name in `template_kwargs`),
         TEMPLATE_WITHOUT_TOOLS (tools given to a template that would drop them), TOOL_INVALID, IMAGE_UNSUPPORTED.
@@ -100,21 +106,39 @@ class ChatTemplate:
         if clash := RESERVED & extra.keys():
             raise CodecError("TEMPLATE_REFUSED", f"template_kwargs may not set {', '.join(sorted(clash))}")
         try:
+            items = [item for message in self._placed(messages) for item in self._as_dicts(message)]
+            known: Sequence[Known] = [_tool_dict(tool) for tool in tools]
+            if apart is not None:
+                items = _all_apart(items, apart)
+                known = apart.known(known) if known else known
+                extra = apart.broken(extra) if extra else extra
             variables = {
                 **self._given,
-                "messages": [item for message in self._placed(messages) for item in self._as_dicts(message)],
-                "tools": [_tool_dict(tool) for tool in tools] or None,
+                "messages": items,
+                "tools": known or None,
                 "add_generation_prompt": add_generation_prompt,
                 **extra,
             }
+            variables[WORK] = Work()
             template = self._template
-            return "".join(
+            return joined(
                 template.root_render_func(Context(template.environment, variables, template.name, template.blocks))
             )
         except CodecError:
             raise
         except Exception as error:  # a template is a program of the model's author: whatever it raises is its refusal
-            raise CodecError("TEMPLATE_REFUSED", f"the chat template refused the conversation: {error}") from error
+            told = str(error) if apart is None else apart.hidden(str(error))
+            raise CodecError("TEMPLATE_REFUSED", f"the chat template refused the conversation: {told}") from error
+
+    def spells(self, control_text: ControlText, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
+        """Whether texts of a conversation spell control tokens, as `render` would keep them apart.
+
+        Raises CodecError: TOOL_INVALID, IMAGE_UNSUPPORTED.
+        """
+        breaking = Breaking(control_text)
+        _all_apart([item for message in messages for item in self._as_dicts(message)], breaking)
+        breaking.known([_tool_dict(tool) for tool in tools])
+        return breaking.broke
 
     def _refuses_ids(self, call_id: str) -> bool:
         call = ToolCallPart(call_id, "f", "{}")
@@ -163,6 +187,8 @@ class ChatTemplate:
         parts = message.parts
         if len(parts) == 1 and type(parts[0]) is TextPart and not message.name and message.role in _PLAIN:
             return [{"role": message.role.value, "content": parts[0].text}]  # as below, for what most messages are
+        if len(parts) == 1 and type(parts[0]) is ToolResultPart and not parts[0].images:
+            return [self._result_dict(parts[0])]
         for part in parts:
             if isinstance(part, ImagePart) or (isinstance(part, ToolResultPart) and part.images):
                 raise CodecError("IMAGE_UNSUPPORTED", "images cannot be turned into this model's tokens")
@@ -170,16 +196,7 @@ class ChatTemplate:
         if results:
             # One message per result, as templates expect; text beside the results (Anthropic's shape) follows as the
             # user's.
-            items: list[dict[str, Any]] = []
-            for result in results:
-                item: dict[str, Any] = {
-                    "role": "tool",
-                    "content": result.text,
-                    "tool_call_id": self._id(result.call_id),
-                }
-                if result.name is not None:
-                    item["name"] = result.name
-                items.append(item)
+            items = [self._result_dict(result) for result in results]
             text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
             if text:
                 items.append({"role": "user", "content": text})
@@ -187,7 +204,7 @@ class ChatTemplate:
         role = message.role.value
         if message.role is Role.DEVELOPER and not self._knows_developer:
             role = "system"
-        item = {"role": role, "content": message.text}
+        item: dict[str, Any] = {"role": role, "content": message.text}
         if message.name:
             item["name"] = message.name
         if message.role is not Role.ASSISTANT:
@@ -205,9 +222,40 @@ class ChatTemplate:
             ]
         return [item]
 
+    def _result_dict(self, result: ToolResultPart) -> dict[str, Any]:
+        item = {"role": "tool", "content": result.text, "tool_call_id": self._id(result.call_id)}
+        if result.name is not None:
+            item["name"] = result.name
+        return item
+
+
+def _all_apart(items: list[dict[str, Any]], apart: Breaking) -> list[dict[str, Any]]:
+    """Messages as templates see them, their texts broken where they spell control tokens."""
+    texts: list[str] = []
+    for item in items:
+        if len(item) == 2:
+            texts.append(item["content"])  # as below, for what most messages are
+            continue
+        for value in item.values():
+            if type(value) is str:
+                texts.append(value)
+            else:
+                for call in value:
+                    function = call["function"]
+                    texts += (call["id"], function["name"])
+                    gather(function["arguments"], texts)
+    return items if apart.is_clear(texts) else [_apart(item, apart) for item in items]
+
+
+def _apart(item: dict[str, Any], apart: Breaking) -> dict[str, Any]:
+    said = item["role"] == _ANSWER
+    return {key: apart.broken(value, answer=said and key in _SAID) for key, value in item.items()}
+
 
 def _arguments(text: str) -> Any:
-    """The arguments as templates want them: an object where the text is one, else the text untouched."""
+    """The arguments as templates want them: an object where the text is one or empty, else the text untouched."""
+    if not text.strip():
+        return {}  # what clients make of `{}`
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -215,34 +263,24 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-class _Known(dict[str, Any]):
-    """A tool as templates see it, with its JSON once that was asked for. The sandbox lets no template change it."""
-
-    __slots__ = ("written",)
-
-    def __init__(self, value: dict[str, Any]) -> None:
-        super().__init__(value)
-        self.written: str | None = None
-
-
-def _tool_dict(tool: Tool) -> dict[str, Any]:
+def _tool_dict(tool: Tool) -> Known:
     return _known_tool(tool) if len(tool.parameters_json_schema) <= _KNOWN_SCHEMA_CHARS else _read_tool(tool)
 
 
 @lru_cache(maxsize=1024)
-def _known_tool(tool: Tool) -> dict[str, Any]:
+def _known_tool(tool: Tool) -> Known:
     return _read_tool(tool)
 
 
-def _read_tool(tool: Tool) -> dict[str, Any]:
+def _read_tool(tool: Tool) -> Known:
     try:
         parameters = json.loads(tool.parameters_json_schema)
     except (ValueError, RecursionError) as error:
         raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are no JSON: {error}") from error
     if not isinstance(parameters, dict):
         raise CodecError("TOOL_INVALID", f"the parameters of the tool {tool.name!r} are no JSON object")
-    function = _Known({"name": tool.name, "description": tool.description, "parameters": _Known(parameters)})
-    return _Known({"type": "function", "function": function})
+    function = Known({"name": tool.name, "description": tool.description, "parameters": Known(parameters)})
+    return Known({"type": "function", "function": function})
 
 
 def _to_json(
@@ -252,9 +290,11 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    if isinstance(indent, int) and indent > MAX_INDENT:
+        raise ValueError(f"JSON is indented by at most {MAX_INDENT}")
     # Jinja's own tojson escapes for HTML; models were trained on text without those escapes.
     if not (ensure_ascii or sort_keys or indent is not None or separators is not None):
-        if type(value) is not _Known:
+        if type(value) is not Known:
             return _JSON.encode(value)
         if value.written is None:
             value.written = _JSON.encode(value)
@@ -262,38 +302,14 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _time_as(form: str, now: datetime) -> str:
+    if len(form) > MAX_TIME_CHARS:
+        raise ValueError(f"a format of a time has at most {MAX_TIME_CHARS} characters")
+    return now.strftime(form)
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way to what templates ask for most: the items of a message, and where a loop is."""
-
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        """As the sandbox has it."""
-        kind = type(obj)
-        if (kind is dict or kind is _Known) and attribute not in _OF_DICTS:
-            # Found or not, no attribute of an object is reached. The sandbox would first fail to find one.
-            try:
-                return obj[attribute]
-            except KeyError:
-                return self.undefined(obj=obj, name=attribute)
-        if kind is str and attribute in _OF_STRINGS:
-            return getattr(obj, attribute)
-        if kind is LoopContext and attribute in _OF_LOOPS:
-            return getattr(obj, attribute)
-        if kind is Namespace and not attribute.startswith("_"):
-            try:
-                return getattr(obj, attribute)  # it has none but what a template put there
-            except AttributeError:
-                return self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
-
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """As the sandbox has it."""
-        if obj is Namespace and not args and "_loop_vars" not in kwargs and "_block_vars" not in kwargs:
-            return Namespace(**kwargs)
-        return super().call(context, obj, *args, **kwargs)
 
 
 class _GenerationBlock(Extension):

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from penstock_chassis.errors import FailedPrecondition, NotFound, PermissionDenied
+from penstock_driver.allowance import Allowance, OutputEvents
 from penstock_driver.endings import OF_THE_SANDBOX
-from penstock_driver.events import AgentEvent, EventKind, EventParser
+from penstock_driver.events import AgentEvent, EventParser
 from penstock_driver.launches import Launch, Place, artifact_paths
 from penstock_driver.ports import Command, Exit, ExitReason, Sandboxes, SandboxFacts
 from penstock_driver.rollouts import (
@@ -45,9 +46,20 @@ class AgentRun:
 
 
 async def run_agent(
-    sandboxes: Sandboxes, sandbox_id: str, order: RolloutOrder, launch: Launch, record: Callable[[Happening], None]
+    sandboxes: Sandboxes,
+    sandbox_id: str,
+    order: RolloutOrder,
+    launch: Launch,
+    record: Callable[[Happening], None],
+    allowance: Allowance,
+    ended: Callable[[Exit], None],
 ) -> AgentRun:
-    """Start an agent and watch it to its end. RolloutFailed (SANDBOX_UNRESPONSIVE) when nobody ends it."""
+    """Start an agent and watch it to its end; `ended` hears of that before all is dead.
+
+    Its output is recorded while there is an `allowance`, on which `record` draws.
+
+    RolloutFailed (SANDBOX_UNRESPONSIVE) when nobody ends it.
+    """
     command = Command(
         argv=launch.argv,
         env={**order.task.env, **launch.env},
@@ -55,33 +67,31 @@ async def run_agent(
         timeout_s=order.limits.agent_s,
     )
     await sandboxes.start(sandbox_id, AGENT_PROCESS, command, launch.stdin)
-    done: AgentEvent | None = None
     said = order.agent.spec.events
-    parser = EventParser(said.rules, text=said.source is EventSource.STDOUT_LINES)
+    output = OutputEvents(
+        allowance, record, lambda: EventParser(said.rules, text=said.source is EventSource.STDOUT_LINES)
+    )
     stderr, end = bytearray(), Exit(ExitReason.KILLED)
     try:
         async with asyncio.timeout(order.limits.agent_s + WATCH_MARGIN_S):
             async for item in sandboxes.watch(sandbox_id, AGENT_PROCESS):
                 if isinstance(item, Exit):
                     end = item
+                    ended(end)
                 elif item.is_stderr:
                     stderr += item.data
                     del stderr[:-STDERR_TAIL_BYTES]
                 else:
-                    for event in parser.feed(item.data):
-                        done = event if event.kind is EventKind.DONE else done
-                        record(event)
+                    output.feed(item.data)
     except TimeoutError:
         message = "the agent's limit is over and the sandbox service has not ended it"
         raise failed(
             Cause.INFRASTRUCTURE, "SANDBOX_UNRESPONSIVE", message, Phase.RUNNING, retriable=True, part=Party.SANDBOX
         ) from None
-    for event in parser.finish():
-        done = event if event.kind is EventKind.DONE else done
-        record(event)
+    output.finish()
     if end.reason is not ExitReason.SANDBOX_LOST:
-        await sandboxes.kill(sandbox_id, AGENT_PROCESS)
-    return AgentRun(AgentExit(end, bytes(stderr)), done)
+        await sandboxes.kill(sandbox_id, AGENT_PROCESS, everything=True)
+    return AgentRun(AgentExit(end, bytes(stderr)), output.done)
 
 
 async def fetch_artifacts(

@@ -15,6 +15,7 @@ from penstock_chassis.channel import connect
 from penstock_chassis.journal import Journal
 from penstock_chassis.server import Service
 from penstock_driver import records, registry, rows
+from penstock_driver.allowance import Most
 from penstock_driver.fleet import Fleet
 from penstock_driver.history import History
 from penstock_driver.oversight import Oversight
@@ -82,6 +83,7 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
             agent_port=settings.agent_port,
             spool=settings.spool_dir or settings.state_dir,
             max_changes_bytes=settings.max_changes_bytes,
+            most=Most(settings.max_events, settings.max_event_bytes),
         )
         terminals = Terminals(
             memory,

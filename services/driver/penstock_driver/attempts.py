@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from penstock_driver import observing
+from penstock_driver.allowance import Allowance
+from penstock_driver.events import AgentEvent
 from penstock_driver.grading import DEFAULT_MAX_CHANGES_BYTES
 from penstock_driver.history import History
 from penstock_driver.phases import Conductor
@@ -22,12 +24,14 @@ from penstock_driver.preparations import Preparations
 from penstock_driver.records import Record
 from penstock_driver.rollouts import (
     AttemptFailed,
+    CallFinished,
     Course,
     Failure,
     Happening,
     Outcome,
     Phase,
     PhaseChanged,
+    Progress,
     RolloutOrder,
 )
 from penstock_driver.shaping import Shaper
@@ -37,12 +41,24 @@ MOST_PAUSE_S: Final = 30.0
 
 
 @dataclass(slots=True)
+class End:
+    """The end of a rollout: `come` when nothing of it runs any more, `recorded` when it is on disk as well."""
+
+    come: asyncio.Event = field(default_factory=asyncio.Event)
+    recorded: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
 class Live:
     """A rollout that runs; `key` is the digest of what its preparation depends on."""
 
     record: Record
     order: RolloutOrder
     key: str
+    output: Allowance
+    """For what its agent says, in all attempts."""
+    calls: Allowance
+    calls_left_out: int = 0
     course: Course = field(default_factory=Course)
     conductor: Conductor | None = None
     sequence: int = 0
@@ -50,7 +66,7 @@ class Live:
     """Its last event has its number: nothing more may be told of it."""
     owes: bool = False
     task: asyncio.Task[Outcome] | None = None
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    end: End = field(default_factory=End)
     cancelled: Failure | None = None
 
     def cancel(self, failure: Failure) -> None:
@@ -111,10 +127,23 @@ class Attempts:
 
     def tell(self, live: Live, event: Happening) -> None:
         """Add an event to those of a rollout."""
-        live.sequence += 1
         is_summary = isinstance(event, PhaseChanged | AttemptFailed | Outcome)
         record = live.record
-        self._history.append(record.rollout_id, record.group_id, live.sequence, event, is_summary=is_summary)
+        if isinstance(event, CallFinished) and live.calls.is_used_up:
+            self._history.count(record.rollout_id, record.group_id, event)
+            live.calls_left_out += 1
+            return
+        size = self._history.append(record.rollout_id, record.group_id, live.sequence + 1, event, is_summary=is_summary)
+        live.sequence += 1
+        if isinstance(event, AgentEvent):
+            live.output.took(size)
+        elif isinstance(event, CallFinished):
+            live.calls.took(size)
+
+    def tell_left_out(self, live: Live) -> None:
+        """Say of a rollout that ends how many of its calls have no event; its row counts all of them."""
+        if live.calls_left_out:
+            self.tell(live, Progress(f"{live.calls_left_out} further model calls were counted and have no event"))
 
     def _conductor(self, live: Live) -> Conductor:
         """For the next attempt."""
@@ -139,6 +168,7 @@ class Attempts:
             agent_port=self._agent_port,
             spool=self._spool,
             max_changes_bytes=self._max_changes_bytes,
+            output=live.output,
             enter=lambda phase: self._enter(live, phase),
             record=tell,
         )

@@ -36,6 +36,12 @@ def layer(diff: BinaryIO, deleted: Iterable[str], below: Sequence[str], sink: Bi
     return _Layer(tuple(below), sink).made(diff, deleted)
 
 
+def files_of(diff: BinaryIO) -> list[str]:
+    """The absolute paths of what a diff has, but its directories: nobody says whether those are new. Blocks."""
+    with tarfile.open(fileobj=diff, mode="r:") as source:
+        return ["/" + member.name.strip("/") for member in source if not member.isdir()]
+
+
 class _Layer:
     def __init__(self, below: tuple[str, ...], sink: BinaryIO) -> None:
         self._below = below

@@ -20,8 +20,10 @@ _OF_THE_SOURCE: Final = ("INFERENCE_", "UPSTREAM_", "TOKENIZER_", "TEMPLATE_", "
 
 OF_THE_SANDBOX: Final = frozenset({"SANDBOX_LOST", "SANDBOX_NOT_READY", "SANDBOX_UNKNOWN"})
 """Reasons of errors that are about a whole sandbox and not about a file in it."""
+_OF_THE_TASK: Final = frozenset({"CAPABILITY_MISSING", "IMAGE_NOT_ALLOWED", "USER_RESERVED"})
+"""What a task asks of its sandbox and this backend, or this operator, does not give."""
 _LEFT_BY_AN_AGENT: Final = frozenset(
-    {"TREE_TOO_LARGE", "FILE_PERMISSION", "PATH_TOO_LONG", "NOT_A_DIRECTORY", "SYMLINK_IN_PATH"}
+    {"TREE_TOO_LARGE", "FILE_PERMISSION", "FILE_REPLACED", "PATH_TOO_LONG", "NOT_A_DIRECTORY", "SYMLINK_IN_PATH"}
 )
 
 
@@ -95,11 +97,24 @@ def failure_of(error: PenstockError, phase: Phase, part: Party) -> Failure:
     """
     if error.reason == "BUDGET_EXHAUSTED":  # the gate opens no rollout in a run that is used up
         return Failure(Cause.BUDGET, "BUDGET_EXHAUSTED", error.message, False, phase)
+    if error.reason in _OF_THE_TASK:
+        return Failure(Cause.TASK, error.reason, error.message, False, phase)
     passing = isinstance(error, Unavailable | ResourceExhausted | DeadlineExceeded) or error.reason == "SANDBOX_LOST"
     retriable = passing and error.metadata.get("permanent") != "true"
     if part is Party.GATE and error.reason.startswith(_OF_THE_SOURCE):
         part = Party.ENGINE
     return Failure(Cause.INFRASTRUCTURE, error.reason, error.message, retriable, phase, part)
+
+
+def ended_by_its_agent(failure: Failure) -> Failure:
+    """The failure of one whose sandbox was ended from within: its agent's own, and never tried again (R93)."""
+    message = f"the agent, or what ran of its work, ended the sandbox: {failure.message}"
+    return Failure(Cause.AGENT, "SANDBOX_ENDED_INSIDE", message, False, failure.phase)
+
+
+def is_of_a_sandbox_at_work(failure: Failure) -> bool:
+    """Whether a failure may come of what an agent did to its sandbox."""
+    return failure.part is Party.SANDBOX and failure.phase >= Phase.RUNNING
 
 
 def fault_of_the_driver(phase: Phase) -> Failure:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,6 +24,10 @@ MAX_LINE_BYTES: Final = 1 << 20
 """Longest line that is parsed; the rest of a longer one is dropped and its event says so."""
 MAX_RAW_BYTES: Final = 64 << 10
 """Most of a line that its event carries."""
+MAX_DEPTH: Final = 24
+"""Levels of objects and lists in one field of an event. Readers of protos take no more than 100 messages in each other,
+and a level is up to three."""
+_TOO_DEEP: Final = f"[nested in more than {MAX_DEPTH} levels: see the raw line]"
 
 
 _CONTROLS: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -129,15 +134,24 @@ class EventParser:
         ]
         self._pending = bytearray()
         self._cut = False
+        self.lines = 0
+        """Lines that were read so far."""
+        self.unread = b""
+        """What `feed` was given and did not read, with the beginning of the line that it cuts."""
 
-    def feed(self, data: bytes) -> Iterator[AgentEvent]:
-        """Yield the events of every line that `data` completes."""
+    def feed(self, data: bytes, go_on: Callable[[], bool] = lambda: True) -> Iterator[AgentEvent]:
+        """Yield the events of every line that `data` completes; where `go_on` says no, the rest is `unread`."""
         start = 0
         while (end := data.find(b"\n", start)) >= 0:
+            if not go_on():
+                self.unread = bytes(self._pending) + data[start:]
+                return
             self._append(data[start:end])
             yield from self._take()
             start = end + 1
         self._append(data[start:])
+        if not go_on():
+            self.unread = bytes(self._pending)
 
     def finish(self) -> Iterator[AgentEvent]:
         """Yield the event of a last line that has no end."""
@@ -149,6 +163,7 @@ class EventParser:
         self._pending += data[:room]
 
     def _take(self) -> Iterator[AgentEvent]:
+        self.lines += 1
         line, cut = bytes(self._pending).rstrip(b"\r"), self._cut
         self._pending.clear()
         self._cut = False
@@ -171,5 +186,22 @@ class EventParser:
         for kind, when, fields in self._rules:
             if when(value):
                 found = ((name, field(value)) for name, field in fields)
-                return AgentEvent(kind, {name: item for name, item in found if item is not None}, line[:MAX_RAW_BYTES])
+                data = {name: _plain(item) for name, item in found if item is not None}
+                return AgentEvent(kind, data, line[:MAX_RAW_BYTES])
         return None
+
+
+def _plain(value: Any, levels: int = MAX_DEPTH) -> JsonValue:
+    """The value as every reader can take it: its nesting is bounded, and what is no JSON becomes null.
+
+    An expression may make what no line holds, such as `to_number('inf')`.
+    """
+    if isinstance(value, dict | list) and not levels:
+        return _TOO_DEEP
+    if isinstance(value, dict):
+        return {str(name): _plain(item, levels - 1) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item, levels - 1) for item in value]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value if abs(value) <= sys.float_info.max else None
+    return value if isinstance(value, str | bool) else None

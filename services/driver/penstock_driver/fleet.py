@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from sqlite3 import OperationalError
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -19,12 +20,13 @@ import structlog
 from penstock_chassis.errors import ResourceExhausted, Unavailable
 from penstock_chassis.tracing import working_for
 from penstock_driver import observing
-from penstock_driver.attempts import Attempts, Live, order_of
+from penstock_driver.allowance import DEFAULT_MOST, Allowance, Most
+from penstock_driver.attempts import Attempts, End, Live, order_of
 from penstock_driver.endings import fault_of_the_driver
 from penstock_driver.grading import DEFAULT_MAX_CHANGES_BYTES
 from penstock_driver.groups import GroupPolicy, GroupWatch
 from penstock_driver.history import History
-from penstock_driver.ports import Gate, Sandboxes
+from penstock_driver.ports import CallEnded, Gate, Sandboxes
 from penstock_driver.records import Filter, GroupRecord, Record, Records
 from penstock_driver.releases import DRIVER_LABEL, Releases
 from penstock_driver.rollouts import (
@@ -40,6 +42,8 @@ from penstock_driver.rollouts import (
 )
 
 ROLLOUT_LABEL: Final = "penstock_rollout"
+RETRY_S: Final = 1.0
+"""After how long what failed, and must not, is tried again."""
 _STOPPED: Final = Failure(
     Cause.INFRASTRUCTURE, "DRIVER_STOPPED", "the driver was stopped", True, Phase.QUEUED, part=Party.OPERATOR
 )
@@ -70,6 +74,7 @@ class Fleet:
         agent_port: int,
         spool: Path | None = None,
         max_changes_bytes: int = DEFAULT_MAX_CHANGES_BYTES,
+        most: Most = DEFAULT_MOST,
     ) -> None:
         self.records = records
         self.history = history
@@ -78,6 +83,7 @@ class Fleet:
         self._instance_id = instance_id
         self._encode_outcome = encode_outcome
         self._slots = asyncio.Semaphore(max_running)
+        self._most = most
         self._max_live = max_running + max_queued
         self._attempts = Attempts(
             history,
@@ -90,7 +96,7 @@ class Fleet:
         )
         self._releases = Releases(self._release)
         self._live: dict[str, Live] = {}
-        self._recovering: dict[str, asyncio.Event] = {}
+        self._recovering: dict[str, End] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._groups: dict[str, GroupWatch] = {}
         self._closing = False
@@ -101,11 +107,23 @@ class Fleet:
         self._calls = asyncio.ensure_future(self._tell_calls())
 
     async def _tell_calls(self) -> None:
-        async for ended in self._gate.calls({DRIVER_LABEL: self._instance_id}):
-            # The last call of an agent that has just ended may be told too late: the trajectory has all of them.
-            live = self._live.get(ended.rollout_id)
-            if live and not live.is_over:
-                self._attempts.tell(live, CallFinished(ended.call, ended.spent))
+        while True:
+            try:
+                async for ended in self._gate.calls({DRIVER_LABEL: self._instance_id}):
+                    self._tell_call(ended)
+            except Exception:  # noqa: BLE001 - all rollouts depend on this one task
+                _log.exception("the watch of calls broke")
+            await asyncio.sleep(RETRY_S)
+
+    def _tell_call(self, ended: CallEnded) -> None:
+        # The last call of an agent that has just ended may be told too late: the trajectory has all of them.
+        live = self._live.get(ended.rollout_id)
+        if live is None or live.is_over:
+            return
+        try:
+            self._attempts.tell(live, CallFinished(ended.call, ended.spent))
+        except Exception:  # noqa: BLE001 - one call of one rollout
+            _log.exception("a call cannot be told", rollout_id=ended.rollout_id)
 
     async def recover(self) -> int:
         """Begin to end what ran when the last driver died, and return how many rollouts that were.
@@ -117,34 +135,51 @@ class Fleet:
             self._owe_release(rollout_id)
         lost = [record async for record in self.records.all(Filter(ended=False))]
         for record in lost:
-            self._recovering[record.rollout_id] = asyncio.Event()
-            self._own(self._end_lost(record))
+            self._recovering[record.rollout_id] = End()
+            self._own(self._see_lost(record))
         return len(lost)
+
+    async def _see_lost(self, record: Record) -> None:
+        try:
+            await self._end_lost(record)
+        except Exception:  # noqa: BLE001 - who waits for the end is let go also when it is not on disk
+            _log.exception("a rollout's end is not on disk", rollout_id=record.rollout_id)
+        end = self._recovering.pop(record.rollout_id)
+        end.come.set()
+        end.recorded.set()
 
     async def _end_lost(self, record: Record) -> None:
         released = await self._releases.release(record.rollout_id)
         if not released and self._closing:
             return  # the next start takes it up again
-        sequence = await self.history.last_sequence(record.rollout_id)
+        sequence = await self._last_sequence(record.rollout_id)
         if not released:
             sequence += 1
             event = Progress("the sandbox service or the gate cannot be reached; what is left there is ended later")
             self.history.append(record.rollout_id, record.group_id, sequence, event, is_summary=False)
         message = "the driver died while the rollout ran"
         failure = Failure(Cause.INFRASTRUCTURE, "DRIVER_RESTARTED", message, True, record.phase, part=Party.DRIVER)
-        try:
-            await self._finish(
-                record,
-                sequence + 1,
-                Outcome(failure=failure),
-                record.phase_times,
-                is_result=False,
-                fork_kind=record.fork_kind,
-                attempts=record.attempts,
-                owes=not released,
-            )
-        finally:
-            self._recovering.pop(record.rollout_id).set()
+        await self._finish(
+            record,
+            self._recovering[record.rollout_id],
+            sequence + 1,
+            Outcome(failure=failure),
+            record.phase_times,
+            is_result=False,
+            fork_kind=record.fork_kind,
+            attempts=record.attempts,
+            owes=not released,
+        )
+
+    async def _last_sequence(self, rollout_id: str) -> int:
+        while True:
+            try:
+                return await self.history.last_sequence(rollout_id)
+            except OperationalError:
+                if self._closing:
+                    raise
+                _log.exception("the journal cannot be read", rollout_id=rollout_id)
+                await asyncio.sleep(RETRY_S)
 
     async def see_through(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` gives: it is done also when the caller goes away meanwhile, and before the fleet is closed."""
@@ -220,17 +255,27 @@ class Fleet:
         return self.phase_of(await self.records.get(rollout_id))
 
     async def wait(self, rollout_id: str, timeout_s: float | None) -> Record:
-        """A rollout when it has ended, or as it stands after `timeout_s`."""
-        if ended := self._end_of(rollout_id):
+        """A rollout when its end is on disk, or as it stands after `timeout_s`.
+
+        Unavailable (END_NOT_RECORDED) when there is nothing to wait for any more: its end did not get there.
+        """
+        if end := self._end_of(rollout_id):
             try:
                 async with asyncio.timeout(timeout_s):
-                    await ended.wait()
+                    await end.recorded.wait()
             except TimeoutError:
                 pass
-        return await self.get(rollout_id)
+        is_running = self.is_running(rollout_id)
+        record = await self.get(rollout_id)
+        if record.outcome is None and not is_running:
+            raise end_not_recorded()
+        return record
 
     async def cancel(self, rollout_id: str, reason: str) -> Record:
-        """End a rollout; when this returns its sandbox is gone. One that has ended keeps its outcome."""
+        """End a rollout; when this returns its sandbox is gone. One that has ended keeps its outcome.
+
+        While the disk is full the end itself is recorded later.
+        """
         await self.records.get(rollout_id)
         await self._cancel_all([rollout_id], _cancelled(reason))
         return await self.get(rollout_id)
@@ -254,13 +299,13 @@ class Fleet:
         return [live.course.phase for live in self._live.values()]
 
     def is_running(self, rollout_id: str) -> bool:
-        """Whether a rollout has not ended."""
+        """Whether a rollout has not ended, or its end is not on disk yet."""
         return self._end_of(rollout_id) is not None
 
-    def _end_of(self, rollout_id: str) -> asyncio.Event | None:
-        """What is set when a rollout ends; None when it has ended."""
+    def _end_of(self, rollout_id: str) -> End | None:
+        """The end of a rollout that is still to come, or to be recorded."""
         live = self._live.get(rollout_id)
-        return live.ended if live else self._recovering.get(rollout_id)
+        return live.end if live else self._recovering.get(rollout_id)
 
     async def aclose(self) -> None:
         """Cancel what runs, as DRIVER_STOPPED, and wait until all of it is released."""
@@ -278,7 +323,7 @@ class Fleet:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _admit(self, record: Record, order: RolloutOrder, key: str) -> Live:
-        live = Live(record, order_of(order, record.index), key)
+        live = Live(record, order_of(order, record.index), key, Allowance(self._most), Allowance(self._most))
         self._live[record.rollout_id] = live
         self._attempts.tell(live, PhaseChanged(Phase.QUEUED))
         return live
@@ -302,6 +347,8 @@ class Fleet:
             outcome, live.owes = Outcome(failure=fault_of_the_driver(live.course.phase)), True
         else:
             outcome = task.result()
+        outcome = self._tellable(outcome, live)
+        self._attempts.tell_left_out(live)
         took = observing.enter(live.course, Phase.ENDED)
         self._attempts.tell(live, PhaseChanged(Phase.ENDED, took))
         live.is_over = True
@@ -310,6 +357,7 @@ class Fleet:
         try:
             await self._finish(
                 live.record,
+                live.end,
                 live.sequence,
                 outcome,
                 live.course.times(),
@@ -321,13 +369,24 @@ class Fleet:
         except Exception:  # noqa: BLE001 - who waits for the end is let go also when it is not on disk yet
             _log.exception("a rollout's end is not on disk", rollout_id=live.record.rollout_id)
         del self._live[live.record.rollout_id]
-        live.ended.set()
+        live.end.come.set()
+        live.end.recorded.set()
         if live.record.group_id and (watch := self._groups.get(live.record.group_id)):
             watch.ended(is_result=is_result)
+
+    def _tellable(self, outcome: Outcome, live: Live) -> Outcome:
+        """The outcome, or a fault of the driver instead of one that no reader could be told."""
+        try:
+            self._encode_outcome(outcome)
+        except Exception:  # noqa: BLE001 - whatever is wrong with it, the rollout ends
+            _log.exception("a rollout's outcome cannot be told", rollout_id=live.record.rollout_id)
+            return Outcome(failure=fault_of_the_driver(live.course.phase))
+        return outcome
 
     async def _finish(
         self,
         record: Record,
+        end: End,
         sequence: int,
         outcome: Outcome,
         times: Mapping[Phase, float],
@@ -339,11 +398,12 @@ class Fleet:
     ) -> None:
         """Put the last event, number `sequence`, and the end in order, and return when they are on disk."""
         observing.ended(record, outcome)
+        encoded = self._encode_outcome(outcome)
         self.history.append(record.rollout_id, record.group_id, sequence, outcome, is_summary=True)
         self.history.end(
             record.rollout_id,
             record.group_id,
-            self._encode_outcome(outcome),
+            encoded,
             times,
             is_result=is_result,
             fork_kind=fork_kind,
@@ -353,9 +413,23 @@ class Fleet:
         )
         try:
             await self.history.flush()
-        finally:
+        except OperationalError:
+            end.come.set()
             if owes:
                 self._owe_release(record.rollout_id)
+            await self._until_written()
+        else:
+            if owes:
+                self._owe_release(record.rollout_id)
+
+    async def _until_written(self) -> None:
+        """A full disk is waited for: nobody shall take for ended what the next start would not know as such."""
+        while True:
+            try:
+                return await self.history.flush()
+            except OperationalError:  # the history waits before it tries again
+                if self._closing:
+                    raise
 
     async def _cancel_all(self, rollout_ids: Collection[str], failure: Failure) -> None:
         ends = [end for rollout_id in rollout_ids if (end := self._end_of(rollout_id))]
@@ -363,13 +437,19 @@ class Fleet:
             if live := self._live.get(rollout_id):
                 live.cancel(failure)
         for end in ends:
-            await end.wait()
+            await end.come.wait()
 
     async def _watch_group(self, group_id: str, watch: GroupWatch) -> None:
         try:
             await watch.run()
         finally:
             self._groups.pop(group_id, None)
+
+
+def end_not_recorded() -> Unavailable:
+    """The error of what waits for an end that the journal did not take."""
+    message = "a rollout's end could not be recorded, the driver's log says why: its next start ends it"
+    return Unavailable(message, reason="END_NOT_RECORDED", retry_after_s=RETRY_S)
 
 
 def _cancelled(reason: str) -> Failure:

@@ -3,9 +3,10 @@
 Purpose: `rewards` runs a verifier in a sandbox; this brings the sandbox into the state in which that may happen, and
 keeps the record of how it was done.
 
-Invariants: of the agent's sandbox nothing but files below declared directories reaches the fork (R76); it is gone
-before the fork is asked for, so that graded rollouts never wait for each other's places; what an agent left can cost it
-its grade, as its own failure, but is never taken for a fault of the infrastructure.
+Invariants: of the agent's sandbox nothing but files below declared directories reaches the fork (R76); it is given
+back whether or not the fork is there yet, so that graded rollouts never wait for each other's places; in the agent's
+sandbox no verifier starts on programs that the agent could not change and did (R90); what an agent left can cost it its
+grade, as its own failure, but is never taken for a fault of the infrastructure.
 """
 
 from __future__ import annotations
@@ -38,10 +39,18 @@ from penstock_driver.rollouts import (
 TAKE_S: Final = 120.0
 """How long reading the agent's changes may take, of CARRY_S."""
 DEFAULT_MAX_CHANGES_BYTES: Final = 1 << 30
+SYSTEM: Final = (
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt/penstock", "/usr/bin", "/usr/sbin"),
+    *("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32", "/usr/libexec", "/usr/local"),
+)
+"""Programs, libraries and settings that a verifier runs by and an agent that is not root has no business with."""
+_OF_THE_CONTAINER: Final = frozenset({"/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab"})
+"""What a container engine puts there itself."""
+_MAX_SYSTEM_BYTES: Final = 1 << 20
 
 
 class Grader:
-    """Grades one rollout. `prepare` before the agent starts, then `take` and `put` or neither, then `grade`; `close`.
+    """Grades one rollout. `prepare` before the agent starts, then `take` and `put` or `check_system`, `grade`; `close`.
 
     What is taken over lies in temporary files in `spool`, at most `max_bytes` of each kind.
     """
@@ -53,7 +62,7 @@ class Grader:
         self._max_bytes = max_bytes
         self._kept: restoring.Kept | None = None
         self._layer: BinaryIO | None = None
-        self.grading = Grading(verifier.fresh_fork, len(verifier.commands))
+        self.grading = Grading(bool(verifier.fresh_fork), len(verifier.commands))
 
     async def prepare(self, sandbox: SandboxFacts) -> None:
         """Keep what will be put back, from the agent's sandbox before there is an agent. RolloutFailed (TASK)."""
@@ -66,6 +75,21 @@ class Grader:
         except TimeoutError:
             message = f"what is to be restored could not be read in {CARRY_S:g} s"
             raise failed(Cause.TASK, "RESTORE_TOO_LARGE", message, Phase.CONFIGURING) from None
+
+    async def check_system(self, sandbox: SandboxFacts) -> None:
+        """That the agent's sandbox has the system that it was prepared with. RolloutFailed (GRADING_BLOCKED)."""
+        own = (sandbox.workdir, sandbox.home)
+        looked_at = [path for path in SYSTEM if not any(f"{place}/".startswith(f"{path}/") for place in own)]
+        with tempfile.TemporaryFile(dir=self._spool) as diff:
+            with of_the_agent():
+                deleted = await self._sandboxes.diff(sandbox.sandbox_id, looked_at, diff, _MAX_SYSTEM_BYTES)
+            diff.seek(0)
+            changed = [*deleted, *await asyncio.to_thread(changes.files_of, diff)]
+        if foreign := sorted(set(changed) - _OF_THE_CONTAINER):
+            message = f"the agent changed the system that its verifier would run on: {foreign[0]!a}"
+            if len(foreign) > 1:
+                message += f" and {len(foreign) - 1} more"
+            raise failed(Cause.AGENT, "GRADING_BLOCKED", message, Phase.VERIFYING)
 
     async def take(self, sandbox: SandboxFacts) -> None:
         """Fetch the agent's changes. RolloutFailed (AGENT, CHANGES_TOO_LARGE)."""
@@ -84,7 +108,7 @@ class Grader:
                 try:
                     deleted = await self._sandboxes.diff(sandbox.sandbox_id, roots, diff, self._max_bytes)
                 except ResourceExhausted as error:
-                    raise _too_large(f"they have more than {self._max_bytes} bytes") from error
+                    raise _too_large(error.message) from error
             diff.seek(0)
             self._layer = tempfile.TemporaryFile(dir=self._spool)  # noqa: SIM115 - closed by close()
             taken = await asyncio.to_thread(changes.layer, diff, deleted, roots, self._layer)
@@ -93,13 +117,20 @@ class Grader:
     async def put(self, fork: SandboxFacts) -> None:
         """Put the changes into a fresh fork. RolloutFailed (AGENT, CHANGES_TOO_LARGE)."""
         await self._keep(fork)
+        taken = self.grading.changes
         assert self._layer is not None
+        assert taken is not None
+        if not taken.entries and not taken.removed:
+            return
         self._layer.seek(0)
         with of_the_agent():
             try:
-                await self._sandboxes.put_layer(fork.sandbox_id, "/", self._layer)
+                async with asyncio.timeout(CARRY_S):
+                    await self._sandboxes.put_layer(fork.sandbox_id, "/", self._layer)
             except ResourceExhausted as error:
                 raise _too_large(error.message) from error
+            except TimeoutError:
+                raise _too_large(f"they could not be written in {CARRY_S:g} s") from None
 
     async def grade(self, sandbox: SandboxFacts, record: Callable[[CommandFinished], None]) -> Reward:
         """Put back what is to be restored, run the verifier and return its reward; RolloutFailed when it gives none."""

@@ -63,8 +63,8 @@ class History:
 
     def append(
         self, rollout_id: str, group_id: str | None, sequence: int, event: Happening, *, is_summary: bool
-    ) -> None:
-        """Put an event in order; it is on disk, and seen by watchers, a moment later."""
+    ) -> int:
+        """Put an event in order, and return its size in bytes; it is on disk, and seen by watchers, a moment later."""
         payload = self._encode(rollout_id, sequence, time.time(), event)
         self._pending.append(
             (
@@ -75,6 +75,12 @@ class History:
         if isinstance(event, CallFinished):
             self._pending.append(counted(rollout_id, event.spent))
         self._touch(rollout_id, group_id)
+        return len(payload)
+
+    def count(self, rollout_id: str, group_id: str | None, event: CallFinished) -> None:
+        """Add a call to its rollout's sums without an event of it."""
+        self._pending.append(counted(rollout_id, event.spent))
+        self._touch(rollout_id, group_id)
 
     def set_phase(self, rollout_id: str, phase: Phase, attempt: int) -> None:
         """Put a change of phase in order."""
@@ -83,7 +89,7 @@ class History:
         self._wake.set()
 
     async def last_sequence(self, rollout_id: str) -> int:
-        """The newest sequence number of a rollout that is on disk, 0 for none."""
+        """The newest sequence number of a rollout that is on disk, 0 for none; OperationalError when it is not read."""
         rows = await self._journal.query("SELECT MAX(sequence) FROM events WHERE rollout_id = ?", (rollout_id,))
         return rows[0][0] or 0
 
@@ -120,7 +126,10 @@ class History:
         self._wake.set()
 
     async def flush(self) -> None:
-        """Return when everything that was put in order before is on disk; raises what kept it from getting there."""
+        """Return when everything that was put in order before is on disk.
+
+        Raises what kept it from getting there: OperationalError for what may pass, and is tried again all the same.
+        """
         if self._broken:
             raise self._broken
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
@@ -32,6 +33,7 @@ async def patiently(
             return await work()
         except (ResourceExhausted, Unavailable) as error:
             wait = error.retry_after_s if error.retry_after_s is not None else delay
+            wait *= random.uniform(1.0, 1.25)  # noqa: S311 - jitter: many wait for the same service
             patience = full_s if isinstance(error, ResourceExhausted) else absent_s
             if not passes(error) or loop.time() + wait > began + patience:
                 raise

@@ -21,11 +21,21 @@ from penstock_chassis.errors import NotFound, PenstockError, ResourceExhausted
 from penstock_chassis.tracing import working_for
 from penstock_driver import rewards
 from penstock_driver.agent_runs import Fetched, fetch_artifacts, run_agent
-from penstock_driver.endings import describe, failure_of, fault_of_the_driver, judge
+from penstock_driver.allowance import Allowance
+from penstock_driver.endings import (
+    describe,
+    ended_by_its_agent,
+    failure_of,
+    fault_of_the_driver,
+    is_of_a_sandbox_at_work,
+    judge,
+)
 from penstock_driver.grading import Grader
 from penstock_driver.launches import Launch, Place, check_host_tools, plan_launch
 from penstock_driver.patience import UNAVAILABLE_PATIENCE_S, patiently
 from penstock_driver.ports import (
+    Exit,
+    ExitReason,
     Gate,
     GateClosing,
     GateOpening,
@@ -55,6 +65,8 @@ from penstock_driver.workdir import Work
 NAMELESS_MODEL: Final = "model"
 """What the agent calls the model when its source gives no name, as a bare tokenizer does."""
 CLEAN_UP_S: Final = 60.0
+_ROOT: Final = ("root", "0")
+"""Users whose agents may change the system: who grades those in place has chosen so."""
 
 _log = structlog.get_logger("penstock.driver")
 T = TypeVar("T")
@@ -63,7 +75,8 @@ T = TypeVar("T")
 class Conductor:
     """Conducts one attempt at a rollout; `run()` is called once and always returns an outcome, also when cancelled.
 
-    `record` takes each event as it happens, `enter` each phase. `cancel_failure` is set before the task is cancelled.
+    `record` takes each event as it happens, `enter` each phase; `output` says how much of the agent's is recorded.
+    `cancel_failure` is set before the task is cancelled.
     `forks` and `openings` shape what all rollouts ask of the same backend, and of the gate. When `run()` has returned,
     `owes` says that something could not be released.
     """
@@ -86,6 +99,7 @@ class Conductor:
         agent_port: int,
         spool: Path | None,
         max_changes_bytes: int,
+        output: Allowance,
         enter: Callable[[Phase], None],
         record: Callable[[Happening], None],
     ) -> None:
@@ -105,7 +119,10 @@ class Conductor:
         self._phase = Phase.QUEUED
         self._enter_phase = enter
         self._record = record
+        self._output = output
         self._sandbox: SandboxFacts | None = None
+        self._forking: asyncio.Task[SandboxFacts] | None = None
+        """The one to grade in is being made, or is there and has not taken the place of the agent's yet."""
         self._gate_asked = False
         self._closing: GateClosing | None = None
         verifier = order.task.verifier
@@ -126,12 +143,14 @@ class Conductor:
         except asyncio.CancelledError:
             self._fail(replace(self.cancel_failure, phase=self._phase))
         except RolloutFailed as error:
-            self._fail(error.failure)
+            await self._fail_judged(error.failure)
         except PenstockError as error:
-            self._fail(failure_of(error, self._phase, Party.SANDBOX))
+            await self._fail_judged(failure_of(error, self._phase, Party.SANDBOX))
         except Exception:  # noqa: BLE001 - a rollout always ends with an outcome
             _log.exception("rollout failed by a fault of the driver", rollout_id=self._id)
             self._fail(fault_of_the_driver(self._phase))
+        if self._forking:
+            self._forking.cancel()
         await self._clean_up()
         return self._outcome
 
@@ -151,9 +170,9 @@ class Conductor:
         if launch.files:
             await self._sandboxes.write_files(sandbox.sandbox_id, launch.files)
         self._enter(Phase.RUNNING)
-        failure = await self._run_agent(sandbox, launch)
+        failure = await self._run_agent(sandbox, launch, prepared)
         if failure:
-            self._fail(failure)
+            await self._fail_judged(failure)
         if failure is None or failure.is_gradable:
             await self._work.tell(sandbox)
         if self._grader and (failure is None or failure.is_gradable):
@@ -278,10 +297,17 @@ class Conductor:
 
     # The agent --------------------------------------------------------------------------------------------------------
 
-    async def _run_agent(self, sandbox: SandboxFacts, launch: Launch) -> Failure | None:
+    async def _run_agent(self, sandbox: SandboxFacts, launch: Launch, prepared: Prepared) -> Failure | None:
         """Start and watch the agent; on return it and all that it started are dead and its credential is void."""
         interruptions = self._gate.interruptions
-        run = await run_agent(self._sandboxes, sandbox.sandbox_id, self._order, launch, self._record)
+
+        def ended(end: Exit) -> None:
+            if self._grader and self._grader.grading.fresh_fork and end.reason is not ExitReason.SANDBOX_LOST:
+                self._begin_to_fork(prepared)
+
+        run = await run_agent(
+            self._sandboxes, sandbox.sandbox_id, self._order, launch, self._record, self._output, ended
+        )
         self._outcome = replace(self._outcome, agent_exit=run.exit)
         self._record(run.exit)
         # A gate that restarts at this moment has all that the agent did in its journal: it is worth waiting for.
@@ -302,6 +328,8 @@ class Conductor:
         try:
             if grader.grading.fresh_fork:
                 sandbox = await self._move_to_fresh_fork(grader, sandbox, prepared)
+            elif self._order.tells_changes and self._order.sandbox.user not in _ROOT:
+                await grader.check_system(sandbox)
             async with asyncio.timeout(self._order.limits.verify_s):
                 reward = await grader.grade(sandbox, self._record)
         except TimeoutError:
@@ -313,27 +341,19 @@ class Conductor:
 
     async def _move_to_fresh_fork(self, grader: Grader, sandbox: SandboxFacts, prepared: Prepared) -> SandboxFacts:
         """Take what is wanted from the agent's sandbox, delete it, and bring the agent's changes to a fresh fork."""
+        forking = self._forking or self._begin_to_fork(prepared)
         try:
             async with asyncio.timeout(CARRY_S):
                 await grader.take(sandbox)
                 self._artifacts = await self._fetch_artifacts(sandbox, prepared)
-            # Before the fork is asked for: rollouts that hold one place and wait for another would wait for each other.
-            self._sandbox = None
-            await self._attempt("sandbox", self._sandboxes.delete(sandbox.sandbox_id))
-            fork = await self._forks.run(
-                lambda: self._sandboxes.fork(
-                    prepared.snapshot_id,
-                    request_id=f"{self._id}/{self._number}/{prepared.snapshot_id}/grading",
-                    port=0,
-                    upstream="",
-                    lease_s=self._order.limits.sandbox_s,
-                    labels=self._labels,
-                ),
-                self._patience_s,
-            )
-            self._sandbox = fork
-            async with asyncio.timeout(CARRY_S):
+            # Not after the fork: rollouts that hold one place and wait for another would wait for each other.
+            deleting = asyncio.ensure_future(self._attempt("sandbox", self._sandboxes.delete(sandbox.sandbox_id)))
+            try:
+                self._sandbox = fork = await forking
                 await grader.put(fork)
+            finally:
+                await deleting
+            self._forking = None
         except TimeoutError:
             message = f"taking over the agent's changes took longer than {CARRY_S:g} s"
             raise failed(
@@ -345,6 +365,22 @@ class Conductor:
                 Cause.INFRASTRUCTURE, "SNAPSHOT_MISSING", message, self._phase, retriable=True, part=Party.SANDBOX
             ) from error
         return fork
+
+    def _begin_to_fork(self, prepared: Prepared) -> asyncio.Task[SandboxFacts]:
+        """Ask for the fork to grade in, which is made while the agent's sandbox is read."""
+        work = self._forks.run(
+            lambda: self._sandboxes.fork(
+                prepared.snapshot_id,
+                request_id=f"{self._id}/{self._number}/{prepared.snapshot_id}/grading",
+                port=0,
+                upstream="",
+                lease_s=self._order.limits.sandbox_s,
+                labels=self._labels,
+            ),
+            self._patience_s,
+        )
+        self._forking = asyncio.ensure_future(work)
+        return self._forking
 
     async def _collect(self, sandbox: SandboxFacts, prepared: Prepared) -> None:
         fetched = self._artifacts
@@ -370,10 +406,10 @@ class Conductor:
 
     async def _release(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            if self._sandbox:
+            if self._sandbox and self._forking is None:
                 tasks.create_task(self._attempt("sandbox", self._sandboxes.delete(self._sandbox.sandbox_id)))
             elif self._gate_asked:
-                # A fork whose answer never came may have made a sandbox: it carries this rollout's labels.
+                # There may be two, and a fork whose answer never came may have made one: they carry these labels.
                 tasks.create_task(self._attempt("sandbox", self._sandboxes.delete_labelled(self._labels)))
             if self._gate_asked and self._closing is None:
                 closing = patiently(
@@ -403,6 +439,16 @@ class Conductor:
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
         self._enter_phase(phase)
+
+    async def _fail_judged(self, failure: Failure) -> None:
+        """Fail, after a look at who ended the sandbox where that is why."""
+        if is_of_a_sandbox_at_work(failure) and self._sandbox and not self._outcome.failure:
+            try:
+                if await self._sandboxes.ended_inside(self._sandbox.sandbox_id):
+                    failure = ended_by_its_agent(failure)
+            except asyncio.CancelledError:
+                failure = replace(self.cancel_failure, phase=self._phase)
+        self._fail(failure)
 
     def _fail(self, failure: Failure) -> None:
         self._outcome = with_failure(self._outcome, failure)

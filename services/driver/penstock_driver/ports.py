@@ -236,11 +236,15 @@ class Sandboxes(Protocol):
     def watch(self, sandbox_id: str, process_id: str) -> AsyncIterator[Output | Exit]:
         """Yield a process's output as it comes and then its exit; a broken stream is resumed where it broke."""
 
-    async def kill(self, sandbox_id: str, process_id: str) -> None:
-        """Kill the process and all that descends from it; when this returns they are dead."""
+    async def kill(self, sandbox_id: str, process_id: str, *, everything: bool = False) -> None:
+        """Kill the process and its descendants, or `everything` in the sandbox; when this returns all of it is dead."""
 
     async def run(self, sandbox_id: str, process_id: str, command: Command, output_limit: int) -> CommandResult:
         """Run a small command to its end; what it left behind lives until `kill`, or the sandbox's end."""
+
+    async def ended_inside(self, sandbox_id: str) -> bool:
+        """Whether a sandbox is lost because something that ran in it ended it, while what serves it lives on. False
+        where nobody can tell."""
 
     async def delete(self, sandbox_id: str) -> None:
         """Kill everything in a sandbox and remove it; unknown is a success."""

@@ -7,6 +7,7 @@ A shortfall is an error of the creating call, never a rollout that fails later f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from penstock_chassis.errors import FailedPrecondition
@@ -28,14 +29,18 @@ class Preflight:
         self._gate = gate
         self._backends: SingleFlight[None, Sequence[BackendFacts]] = SingleFlight(fresh_s=FRESH_S)
 
-    async def check(self, order: RolloutOrder, rollout_id: str, group_id: str | None = None) -> None:
-        """Unavailable (SANDBOX_UNREACHABLE); FailedPrecondition (BACKEND_UNKNOWN, BACKEND_UNAVAILABLE,
-        CAPABILITY_MISSING, AGENT_NEEDS_ROOT, AGENT_WITHOUT_MCP); what `Gate.check` raises."""
-        check_backend(order, await self._backends.get(None, self._sandboxes.backends))
+    async def check(self, order: RolloutOrder, rollout_id: str, group_id: str | None = None) -> RolloutOrder:
+        """The order, with what depends on the backend filled in.
+
+        Unavailable (SANDBOX_UNREACHABLE); FailedPrecondition (BACKEND_UNKNOWN, BACKEND_UNAVAILABLE,
+        CAPABILITY_MISSING, AGENT_NEEDS_ROOT, AGENT_WITHOUT_MCP); what `Gate.check` raises.
+        """
+        placed = check_backend(order, await self._backends.get(None, self._sandboxes.backends))
         offered = await self._gate.check(
             order.gate_terms, rollout_id=rollout_id, group_id=group_id, labels=order.labels
         )
         check_host_tools(order.agent.spec, offered)
+        return placed
 
     async def check_terminal(self, terms: SandboxTerms) -> None:
         """The same for a terminal episode, which has no agent and no model."""
@@ -43,8 +48,8 @@ class Preflight:
         _check_capabilities(backend, terms, {"fork": backend.forks, "stdin_stream": backend.stdin})
 
 
-def check_backend(order: RolloutOrder, backends: Sequence[BackendFacts]) -> None:
-    """Whether the backend that the order means can do what the order needs."""
+def check_backend(order: RolloutOrder, backends: Sequence[BackendFacts]) -> RolloutOrder:
+    """Whether the backend that the order means can do what the order needs; the order, with what it leaves to that."""
     backend = _available(order.sandbox.backend, backends)
     spec = order.agent.spec
     if spec.needs_root and not backend.root:
@@ -52,14 +57,18 @@ def check_backend(order: RolloutOrder, backends: Sequence[BackendFacts]) -> None
             f"agent {spec.name} needs root in its sandbox, and backend {backend.name} has none",
             reason="AGENT_NEEDS_ROOT",
         )
+    verifier = order.task.verifier
     needed = {
         "one_endpoint": backend.one_endpoint,
         "fork": backend.forks,
         "toolboxes": backend.toolboxes,
-        "diff": backend.diff or not (order.task.verifier and order.task.verifier.fresh_fork),
+        "diff": backend.diff or not (verifier and (verifier.fresh_fork or verifier.changes_below)),
         "stdin_stream": backend.stdin or spec.instruction.method is not Delivery.STDIN,
     }
     _check_capabilities(backend, order.sandbox, needed)
+    if verifier and verifier.fresh_fork is None:
+        order = replace(order, task=replace(order.task, verifier=replace(verifier, fresh_fork=backend.diff)))
+    return replace(order, tells_changes=backend.diff)
 
 
 def _available(wanted: str, backends: Sequence[BackendFacts]) -> BackendFacts:

@@ -1,9 +1,10 @@
 """Rewards: made in the sandbox, after the agent and all that it started are dead, where no agent could reach.
 
 Invariants: the verifier's files arrive now, over whatever stood in their place, which is removed first, links not
-followed (R72, R75); the reward file is new, at a path that nobody could know before; the verifier's environment has
-neither the task's nor the agent's (R10); a reward that is not finite or not in its declared range is a failure of the
-verifier, never clipped and never zero (R73, R74).
+followed (R72, R75); the reward file is new, at a path that nobody could know before; what a command started is dead
+before the next one starts, which has a reward file of its own; the verifier's environment has neither the task's nor
+the agent's (R10); a reward that is not finite or not in its declared range is a failure of the verifier, never clipped
+and never zero (R73, R74).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from penstock_driver.rollouts import (
 REWARD_VARIABLE: Final = "PENSTOCK_REWARD_FILE"
 MAX_REWARD_BYTES: Final = 64 << 10
 MAX_COMPONENTS: Final = 256
+MAX_NAME: Final = 256
 OUTPUT_LIMIT: Final = 2 * TAIL_BYTES
 _OF_NUMBERS: Final = frozenset("0123456789+-.eE")
 _NOT_FINITE: Final = frozenset(("nan", "inf", "infinity"))
@@ -63,10 +65,8 @@ async def _verified(
     verifier: Verifier,
     record: Callable[[CommandFinished], None],
 ) -> Reward:
-    # Inside the sandbox, and unguessable; what runs beside the verifier is told of the caches.
-    scratch, caches = (f"/tmp/penstock-{secrets.token_hex(16)}" for _ in range(2))  # noqa: S108
-    reward_path = f"{scratch}/reward"
-    reward_environment = {REWARD_VARIABLE: reward_path} if verifier.reward_by_file else {}
+    # What runs beside the verifier is told of the caches.
+    reward_path, caches = f"{_scratch()}/reward", _scratch()
     try:
         if verifier.files:
             files = [replace(file, path=_absolute(workdir, file.path)) for file in verifier.files]
@@ -83,6 +83,12 @@ async def _verified(
 
     passed, cut_short, process_ids = 0, "", list[str]()
     for index, command in enumerate(verifier.commands):
+        if index:
+            # A command may have run the agent's code: nothing of it lives on beside the next one.
+            await sandboxes.kill(sandbox_id, process_ids[-1], everything=True)
+            if verifier.reward_by_file:
+                reward_path = await _handed_on(sandboxes, sandbox_id, reward_path)
+        reward_environment = {REWARD_VARIABLE: reward_path} if verifier.reward_by_file else {}
         bounded = replace(
             command,
             env={**_defences(caches), **command.env, **reward_environment},
@@ -110,13 +116,32 @@ async def _verified(
         span = verifier.range_max - verifier.range_min
         value = verifier.range_min + span * passed / len(verifier.commands)
         return in_range(value, verifier, {})
-    # What tests ran of the agent's may write where they write: it counts only what a verifier left that came to its own
-    # end, and nothing that its commands started may write behind it.
-    for process_id in process_ids:
-        await sandboxes.kill(sandbox_id, process_id)
+    # It counts only what a verifier left that came to its own end, and nothing that it started may write behind it.
+    await sandboxes.kill(sandbox_id, process_ids[-1], everything=True)
     if cut_short:
         raise _failure("VERIFIER_CUT_SHORT", f"{cut_short}: what it may have written is no reward")
     return await _reward_of_file(sandboxes, sandbox_id, reward_path, verifier)
+
+
+def _scratch() -> str:
+    """A directory inside the sandbox that nobody could know of before."""
+    return f"/tmp/penstock-{secrets.token_hex(16)}"  # noqa: S108
+
+
+async def _handed_on(sandboxes: Sandboxes, sandbox_id: str, path: str) -> str:
+    """Put what a command left as the reward into a new file for the next one, and return its path.
+
+    What is no reward file any more, or too large for one, is handed on as an empty one.
+    """
+    content, size, successor = b"", 0, f"{_scratch()}/reward"
+    try:
+        content, size = await sandboxes.read_file(sandbox_id, path, MAX_REWARD_BYTES)
+    except (NotFound, FailedPrecondition, PermissionDenied) as error:
+        if error.reason in OF_THE_SANDBOX:
+            raise
+    left = content if size <= MAX_REWARD_BYTES else b""
+    await sandboxes.write_files(sandbox_id, [FileToWrite(successor, left, 0o600)])
+    return successor
 
 
 def finished(phase: Phase, index: int, command: Command, result: CommandResult) -> CommandFinished:
@@ -157,8 +182,17 @@ def parse_reward(content: bytes) -> tuple[float, dict[str, float]]:
     components = data.get("components", {})
     if not isinstance(components, dict) or len(components) > MAX_COMPONENTS:
         raise _failure("REWARD_INVALID", f"components: expected an object of at most {MAX_COMPONENTS} numbers")
+    for name in components:
+        _check_name(name)
     named = {name: _finite(value, f"component {name!r}") for name, value in components.items()}
     return _finite(data["reward"], "the reward"), named
+
+
+def _check_name(name: str) -> None:
+    """A verifier may take a component's name from the agent, and JSON writes what is no text: half a surrogate pair."""
+    if len(name) > MAX_NAME or not name.isprintable():
+        problem = f"expected at most {MAX_NAME} printable characters as a component's name"
+        raise _failure("REWARD_INVALID", f"components: {problem}, not {name[: 2 * MAX_NAME]!r}")
 
 
 def _parsed_number(text: str) -> float:

@@ -177,11 +177,12 @@ class Verifier:
     range_min: float = 0.0
     range_max: float = 1.0
     command_timeout_s: float = 120.0
-    fresh_fork: bool = False
+    fresh_fork: bool | None = None
+    """Where it works: in a fresh fork, or in the agent's sandbox; None until that is chosen, as the backend can."""
     restore: tuple[str, ...] = ()
     """Patterns of paths that are put back into the prepared state first, see `restoring`."""
     changes_below: tuple[str, ...] = ()
-    """With `fresh_fork`: directories whose changes are taken over, empty for the working directory."""
+    """In a fresh fork: directories whose changes are taken over, empty for the working directory."""
     component_ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
@@ -234,6 +235,8 @@ class RolloutOrder:
     run_id: str | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     max_attempts: int = 1
+    tells_changes: bool = False
+    """Whether its backend tells what changed in a sandbox."""
 
 
 TAIL_BYTES: Final = 4096

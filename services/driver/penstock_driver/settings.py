@@ -10,6 +10,7 @@ from pydantic_settings import SettingsConfigDict
 
 from penstock_chassis.settings import ServiceSettings, refuse_blank
 from penstock_chassis.tls import ClientTls
+from penstock_driver.allowance import MOST_BYTES, MOST_EVENTS
 from penstock_driver.grading import DEFAULT_MAX_CHANGES_BYTES
 
 
@@ -39,6 +40,16 @@ class DriverSettings(ServiceSettings):
         DEFAULT_MAX_CHANGES_BYTES,
         ge=1,
         description="what a fresh fork takes over of an agent's work, and what restoring keeps, in bytes a rollout",
+    )
+    max_events: int = Field(
+        MOST_EVENTS,
+        ge=100,
+        le=10_000_000,
+        description="events that are kept of one rollout's agent, and of its model calls; of further output only its "
+        "amount and its end, of further calls only their sums",
+    )
+    max_event_bytes: int = Field(
+        MOST_BYTES, ge=1 << 20, description="bytes of these events, of each of the two, as the journal keeps them"
     )
     spool_dir: Path | None = Field(
         None, description="directory for temporary files of grading; the state directory when not set"

@@ -31,6 +31,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.validation import in_words
 from penstock_driver.events import EventRule, Expression
 from penstock_driver.templates import is_tail, names, walk
 
@@ -73,10 +74,21 @@ NpmPackage = Annotated[
 ]
 
 
+_MAX_PACKAGE: Final = 65_536
+"""Characters of a Python package with its hashes: one for each platform's wheel, 140 for pydantic-core today."""
+
+
+def _python_package(text: str) -> str:
+    if len(text) > _MAX_PACKAGE:
+        name = text.partition("==")[0][:128]
+        raise ValueError(f"{name} has {len(text)} characters with its hashes, at most {_MAX_PACKAGE} are taken")
+    return text
+
+
 PythonPackage = Annotated[
     str,
+    AfterValidator(_python_package),
     StringConstraints(
-        max_length=8192,
         pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?==[0-9][A-Za-z0-9.!+-]*( --hash=sha256:[0-9a-f]{64})+$",
     ),
 ]
@@ -422,7 +434,7 @@ def parse_spec(data: Mapping[str, Any]) -> AgentSpec:
         return AgentSpec.model_validate(data)
     except ValidationError as error:
         violations = [
-            Violation(".".join(str(part) for part in item["loc"]) or "spec", problem.removeprefix("Value error, "))
+            Violation(".".join(str(part) for part in item["loc"]) or "spec", in_words(problem))
             for item in error.errors(include_url=False, include_input=False)
             for problem in (item["ctx"]["each"] if item["type"] == _PARTS else (item["msg"],))
         ]

@@ -38,7 +38,8 @@ def small_files(tree: BinaryIO) -> Found:
             parts = path.split("/")
             if not member.isreg() or any(part.startswith(".") or not part for part in parts):
                 continue
-            if count < MAX_ENTRIES and member.size <= MAX_FILE_BYTES and len(parts) <= MAX_DEPTH:
+            # A name that is no text cannot be told.
+            if path.isprintable() and count < MAX_ENTRIES and member.size <= MAX_FILE_BYTES and len(parts) <= MAX_DEPTH:
                 candidates[path] = member
             else:
                 more += 1

@@ -10,7 +10,7 @@ from pydantic_settings import SettingsConfigDict
 from penstock_chassis.settings import ServiceSettings, refuse_blank
 from penstock_inference.engines.base import EngineOptions
 
-WITHOUT_WEIGHTS = frozenset({"openai", "scripted"})
+WITHOUT_WEIGHTS = frozenset({"none", "openai", "scripted"})
 """Engines that load no files of weights, from which a replica that comes back could start."""
 
 
@@ -23,7 +23,9 @@ class InferenceSettings(ServiceSettings):
     model_dir: Path = Field(description="directory with config.json, model.safetensors, tokenizer.json, chat template")
     model_name: str = Field("", description="the model's name as agents see it; empty takes the directory's name")
     engine: str = Field(
-        "numpy", description="engine: numpy, vllm, openai, scripted, or one that another package registers"
+        "numpy",
+        description="engine: numpy, vllm, openai, scripted, none (a tokenizer alone, for trainers that answer"
+        " themselves), or one that another package registers",
     )
     engine_options: dict[str, str] = Field(
         default_factory=dict, description='options of the engine, a JSON object such as {"script": "turns.yaml"}'
@@ -42,7 +44,7 @@ class InferenceSettings(ServiceSettings):
     tool_call_parser: str | None = Field(
         None,
         description="parser of tool calls and reasoning: hermes, llama3, mistral, qwen3_coder, deepseek, kimi, glm,"
-        " think or none; unset, the template decides",
+        " harmony, granite, think or none; unset, the template decides",
     )
     max_concurrency: int = Field(64, ge=1, le=4096, description="generations that run at once, per replica; more wait")
     max_waiting: int = Field(4096, ge=0, description="generations that may wait, per replica; more are refused")

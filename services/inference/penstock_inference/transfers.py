@@ -30,6 +30,8 @@ class Transfers:
         self._version = 0
         self._idle_s = DEFAULT_IDLE_S
         self._guard: asyncio.Task[None] | None = None
+        self._under_way = 0
+        """Transfers of tensors that the engine is busy with: while there are any, nobody is waited for."""
         self._last: tuple[str, UpdateResult] | None = None
         """The transfer that ended last, for who asks again."""
 
@@ -63,10 +65,13 @@ class Transfers:
             raise _invalid("descriptor_json", "must be a JSON object, or an array of one for each data-parallel rank")
         self._check(transfer_id)
         self._unwatch()
+        self._under_way += 1
         try:
             await engine.transfer_tensors(descriptor)
         finally:
-            self._watch()
+            self._under_way -= 1
+            if self._transfer_id:
+                self._watch()
 
     async def finish(self, transfer_id: str, commit: bool) -> UpdateResult:
         """Raises FailedPrecondition (NO_TRANSFER), except for the transfer that ended last."""
@@ -99,6 +104,9 @@ class Transfers:
             raise FailedPrecondition("no transfer of this id is open", reason="NO_TRANSFER")
 
     def _watch(self) -> None:
+        self._unwatch()
+        if self._under_way:
+            return  # whoever ends last watches
         self._guard = asyncio.create_task(self._give_up(self._transfer_id), name="transfer-idle")
 
     def _unwatch(self) -> None:
@@ -108,6 +116,8 @@ class Transfers:
 
     async def _give_up(self, transfer_id: str) -> None:
         await asyncio.sleep(self._idle_s)
+        if transfer_id != self._transfer_id:
+            return
         self._guard, self._transfer_id = None, ""
         _log.warning("a transfer stalled and was given up", transfer_id=transfer_id, seconds=self._idle_s)
         try:

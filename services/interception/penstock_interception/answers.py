@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import structlog
 
+from penstock_chassis.errors import AlreadyExists, Unavailable
 from penstock_codec.chat import Sampling
 from penstock_interception.calls import Answerer, Call, CallState
 from penstock_interception.clock import Clock
 from penstock_interception.completions import Completion, Failure
 from penstock_interception.dispatch import Dispatcher
-from penstock_interception.ports import Accepted, CompletionRefused, Recorder, Rejection, RejectionReason, Store
+from penstock_interception.ports import (
+    Accepted,
+    Answered,
+    CompletionRefused,
+    Recorded,
+    Recorder,
+    Rejection,
+    RejectionReason,
+    Store,
+    recorded,
+)
 from penstock_interception.sampling import merged
 from penstock_interception.sessions import Session
 
@@ -50,13 +62,11 @@ class Answers:
             session.answered_at = self._clock.wall()
         call = self._judge(call_id, lease_id, session)
         if isinstance(call, Rejection):
-            before = self._calls.get(call_id)
-            if before is not None and before.claimed and before.committed is not None:
-                if before.accepted_digest == answer.digest():
-                    return Accepted(call_id, before.committed)
-                return Rejection(call_id, RejectionReason.ALREADY_DELIVERED, "Another result came first.")
-            return call
-        return await self.settle(call, answer, answerer=Answerer.TRAINER)
+            return self._repeated(call_id, answer) or call
+        verdict = await self._settle(call, answer, Answerer.TRAINER, lambda: self._judge(call_id, lease_id, session))
+        if isinstance(verdict, Rejection) and verdict.reason is RejectionReason.CALL_ENDED:
+            return self._repeated(call_id, answer) or verdict  # it came twice, and the other was taken meanwhile
+        return verdict
 
     def delegate(
         self, call_id: str, lease_id: str, override: Sampling | None, *, session: Session | None = None
@@ -83,33 +93,51 @@ class Answers:
 
     async def settle(self, call: Call, answer: Completion | Failure, *, answerer: Answerer) -> Accepted | Rejection:
         """Takes an answer for a call that is open, whoever made it. The first that holds the rules wins."""
-        if call.claimed or call.state.terminal:
-            return Rejection(call.id, RejectionReason.CALL_ENDED, "The call is over.")
-        if isinstance(answer, Completion) and (refused := self._stale(call, answer)) is not None:
+        over = _open(call)
+        if isinstance(over, Rejection):
+            return over
+        return await self._settle(call, answer, answerer, lambda: _open(call))
+
+    async def _settle(
+        self, call: Call, answer: Completion | Failure, answerer: Answerer, judge: Callable[[], Call | Rejection]
+    ) -> Accepted | Rejection:
+        """`judge` says whether the answer may still be taken: a long one is read in a thread, and much may happen."""
+        if isinstance(answer, Failure):
+            return self._claim(call, Answered(answer, answer.digest(), answerer, self._clock.wall()))
+        if (refused := self._stale(call, answer)) is not None:
             return refused
-        call.accepted_digest = answer.digest()  # claimed
-        record = b""
-        if isinstance(answer, Completion):
-            try:
-                recorded = await self._recorder.record(call, answer, answerer)
-            except CompletionRefused as refused:
-                call.accepted_digest = None
-                message = "The completion breaks a rule."
-                return Rejection(call.id, RejectionReason.INVALID, message, refused.violations)
-            except BaseException:
-                call.accepted_digest = None
-                raise
-            call.completion, call.message, call.prompt = recorded.completion, recorded.message, recorded.prompt
-            call.injected, call.chain_index = recorded.injected, recorded.chain_index
-            call.chain_sha256 = recorded.chain_sha256
-            record = recorded.record
-        else:
-            call.failure = answer
-        call.answerer = answerer
-        call.ended_at = self._clock.wall()
-        committed = call.committed = self._store.put_answer(call, record)
-        committed.add_done_callback(lambda done: self._committed(call, done))
+        try:
+            read = await self._recorder.record(call, answer, answerer)
+        except CompletionRefused as error:
+            message = "The completion breaks a rule."
+            return Rejection(call.id, RejectionReason.INVALID, message, error.violations)
+        except AlreadyExists:  # another answer was taken while this one waited for its turn
+            return Rejection(call.id, RejectionReason.CALL_ENDED, "The call is over.")
+        over = judge()
+        if isinstance(over, Rejection):
+            read.settle(False)
+            return over
+        return self._claim(call, Answered(answer, answer.digest(), answerer, self._clock.wall(), read))
+
+    def _claim(self, call: Call, answered: Answered) -> Accepted:
+        try:
+            committed = self._store.put_answer(call, answered)
+        except BaseException:
+            if answered.recorded is not None:
+                answered.recorded.settle(False)
+            raise
+        call.accepted_digest, call.committed = answered.digest, committed
+        committed.add_done_callback(lambda done: self._committed(call, answered, done))
         return Accepted(call.id, committed)
+
+    def _repeated(self, call_id: str, answer: Completion | Failure) -> Accepted | Rejection | None:
+        """What became of the answer that a call has already; None when it has none."""
+        call = self._calls.get(call_id)
+        if call is None or not call.claimed or call.committed is None:
+            return None
+        if call.accepted_digest == answer.digest():
+            return Accepted(call_id, call.committed)
+        return Rejection(call_id, RejectionReason.ALREADY_DELIVERED, "Another result came first.")
 
     def _judge(self, call_id: str, lease_id: str, session: Session | None) -> Call | Rejection:
         """The call, when whoever shows this lease may answer it."""
@@ -139,17 +167,40 @@ class Answers:
         message = f"Sampled by version {oldest}; this call accepts {least} and newer."
         return Rejection(call.id, RejectionReason.STALE_POLICY, message)
 
-    def _committed(self, call: Call, done: asyncio.Future[list[int]]) -> None:
-        if done.cancelled() or done.exception() is not None:
-            # The disk refused. The answer was told to nobody; the call fails, and the agent may try again.
-            _log.error("an answer could not be journalled", call_id=call.id, rollout_id=call.rollout.id)
-            call.completion = call.message = None
-            call.failure = Failure("JOURNAL_FAILED")
-            self._finish(call, CallState.FAILED, "JOURNAL_FAILED")
-        elif call.failure is not None:
-            self._finish(call, CallState.FAILED, call.failure.reason)
-        else:
+    def _committed(self, call: Call, answered: Answered, done: asyncio.Future[list[int]]) -> None:
+        kept = recorded(done)
+        if answered.recorded is not None:
+            answered.recorded.settle(kept)
+        if not kept:
+            self._refused(call)
+            return
+        call.answerer, call.ended_at = answered.answerer, answered.at
+        if isinstance(answered.answer, Failure):
+            call.failure = answered.answer
+            self._finish(call, CallState.FAILED, answered.answer.reason)
+        elif (read := answered.recorded) is not None:
+            _take(call, read)
             self._finish(call, CallState.DELIVERED, "")
+
+    def _refused(self, call: Call) -> None:
+        """The disk refused an answer. It was told to nobody; the call fails, and the agent may try again."""
+        _log.error("an answer could not be journalled", call_id=call.id, rollout_id=call.rollout.id)
+        call.failure = Failure("JOURNAL_FAILED")
+        self._finish(call, CallState.FAILED, "JOURNAL_FAILED")
+        call.accepted_digest = call.committed = None
+        with suppress(Unavailable):  # the service is stopping: its next start finds the call open
+            self._store.end_call(call)
+
+
+def _open(call: Call) -> Call | Rejection:
+    if call.claimed or call.state.terminal:
+        return Rejection(call.id, RejectionReason.CALL_ENDED, "The call is over.")
+    return call
+
+
+def _take(call: Call, read: Recorded) -> None:
+    call.completion, call.message, call.prompt = read.completion, read.message, read.prompt
+    call.injected, call.chain_index, call.chain_sha256 = read.injected, read.chain_index, read.chain_sha256
 
 
 def _done() -> asyncio.Future[list[int]]:

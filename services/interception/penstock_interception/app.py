@@ -19,7 +19,7 @@ from penstock_chassis.channel import connect
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.server import Service
 from penstock_chassis.tls import ClientTls
-from penstock_interception.calls import Dialect
+from penstock_interception.calls import CodecChoice, Dialect
 from penstock_interception.codecs import CodecCache
 from penstock_interception.dispatch import DispatchLimits
 from penstock_interception.gate import Gate
@@ -95,7 +95,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         ingress = Ingress(
             turns,
             dialects,
-            Passthrough(turns, sources, http, connections),
+            Passthrough(turns, sources, http, connections, refuse_provider_tools=settings.provider_tools == "refuse"),
             connections,
             IngressLimits(
                 settings.max_body_bytes,
@@ -107,7 +107,7 @@ async def build(settings: InterceptionSettings) -> AsyncIterator[Service]:
         address = await stack.enter_async_context(_listening(ingress.app(), connections, settings))
         intercept = InterceptServicer(
             turns,
-            CallWriter(parse),
+            CallWriter(parse, turns.gate.fail),
             stopping,
             heartbeat_s=settings.heartbeat_s,
             allowed_tools=tuple(settings.host_tools),
@@ -133,7 +133,7 @@ async def _sources(
     parse: Callable[[Dialect, bytes], ChatRequest],
     stack: AsyncExitStack,
 ) -> Sources:
-    inference: dict[str, Callable[[str], ModelSource]] = {}
+    inference: dict[str, Callable[[str, CodecChoice], ModelSource]] = {}
     if settings.inference_address:
         token = settings.inference_token.get_secret_value() if settings.inference_token else None
         tls = _tls(settings.inference_ca)
@@ -144,7 +144,9 @@ async def _sources(
         channel = await stack.enter_async_context(connect(endpoint.address, token, _tls(endpoint.tls_ca)))
         inference[name] = partial(InferenceSource, channel, codecs, parse)
     upstreams = {
-        name: Endpoint(upstream.base_url, upstream.api_key.get_secret_value() if upstream.api_key else None)
+        name: Endpoint(
+            upstream.base_url, upstream.api_key.get_secret_value() if upstream.api_key else None, upstream.models
+        )
         for name, upstream in settings.upstreams.items()
     }
     return Sources(

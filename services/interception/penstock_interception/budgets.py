@@ -56,6 +56,13 @@ class Spent:
         """Of prompts and completions."""
         return self.prompt_tokens + self.completion_tokens
 
+    def take(self, other: Spent) -> None:
+        """Takes back what was added."""
+        self.calls -= other.calls
+        self.prompt_tokens -= other.prompt_tokens
+        self.completion_tokens -= other.completion_tokens
+        self.request_bytes -= other.request_bytes
+
     def add(self, other: Spent) -> None:
         """Adds what was used elsewhere."""
         self.calls += other.calls

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from penstock_codec import ControlTokens
 from penstock_codec.chat import Message, Sampling
 from penstock_codec.quick import quick
 from penstock_interception.budgets import Budgets, RunBudgets, Spent
@@ -77,12 +78,21 @@ class RolloutState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class CodecChoice:
+    """How text becomes tokens and back: a parser's name, "" for what the source or its template says."""
+
+    parser: str = ""
+    control_tokens: ControlTokens = ControlTokens.PLAIN
+
+
+@dataclass(frozen=True, slots=True)
 class InferenceRef:
     """An inference service that the operator configured; "" is the default one."""
 
     name: str = ""
     adapter: str = ""
     kind: Literal["inference"] = "inference"
+    codec: CodecChoice = CodecChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,7 @@ class TokenizerRef:
 
     name: str
     kind: Literal["tokenizer"] = "tokenizer"
+    codec: CodecChoice = CodecChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +235,16 @@ class ModelFacts:
     tokenizer_sha256: str = ""
     template_sha256: str = ""
     parser: str = ""
+    control_tokens: ControlTokens = ControlTokens.PLAIN
     vocabulary_size: int | None = None
     max_context_tokens: int | None = None
     # An upstream that tells the token ids of prompt and completion, and logprobs, when it is asked.
     tells_tokens: bool = False
+
+    @property
+    def codec(self) -> CodecChoice:
+        """How text becomes tokens and back."""
+        return CodecChoice(self.parser, self.control_tokens)
 
 
 @dataclass(slots=True)
@@ -283,6 +300,11 @@ class Rollout:
     held_since: float | None = None
     paused_s: float = 0.0
     caller_key: str | None = None
+    # The writes that open and delete it, while they are under way.
+    opened: asyncio.Future[list[int]] | None = None
+    deleted: asyncio.Future[list[int]] | None = None
+    # Not all of its answers could be read back from the journal.
+    damaged: bool = False
     # Its calls and graph are on disk only, until somebody asks for them: so it is with most closed rollouts.
     shelved: bool = False
 

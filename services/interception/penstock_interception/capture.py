@@ -7,6 +7,7 @@ there is nothing to train on, or what there is must not be.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -86,7 +87,9 @@ def level_of(call: Call) -> CaptureLevel:
 def capture(rollout: Rollout, conversation: Conversation, *, after_index: int | None = None) -> Capture:
     """The trajectory, or only its calls after an index (then without samples)."""
     graph = conversation.graph
-    calls = tuple(rollout.calls if after_index is None else rollout.calls[max(0, after_index + 1) :])
+    # By their own indices: one that the disk refused leaves a gap.
+    first = 0 if after_index is None else bisect_right(rollout.calls, after_index, key=lambda call: call.index)
+    calls = tuple(rollout.calls[first:])
     classes = graph.call_classes()
     # Who reads an open rollout call by call wants neither samples nor, yet, what they come to.
     whole = after_index is None or rollout.state is RolloutState.CLOSED
@@ -111,14 +114,22 @@ def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sa
     if rollout.opening.mode is Mode.BLACK_BOX:
         yield Finding(Severity.FATAL, "NOT_CAPTURED", "Nothing is captured in black box mode.")
         return
+    if rollout.damaged:
+        text = "The journal is damaged: answers from some call on could not be read back, and are in no sample."
+        yield Finding(Severity.FATAL, "JOURNAL_DAMAGED", text)
     for call in rollout.calls:
         yield from _findings_of(call, classes.get(call.id, CallClass.MAIN) in _SIDE)
     if samples is not None and not any(sample.loss_mask.any() for sample in samples):
         yield Finding(Severity.FATAL, "NOTHING_TO_TRAIN", "No token of any sample is trained.")
+    if samples is not None and rollout.state is RolloutState.CLOSED:
+        yield from _excluded(samples)
     if rollout.exhausted_budget:
         yield Finding(Severity.WARNING, "BUDGET_EXHAUSTED", f"The budget {rollout.exhausted_budget} was used up.")
     bounded = {call.id: call.arrival.bounded_by for call in rollout.calls if call.arrival.bounded_by}
     for sample in samples or ():
+        if sample.modes_mixed:
+            text = f"Turns of branch {sample.branch_id} have logprobs of different modes, which no ratio may mix."
+            yield Finding(Severity.WARNING, "LOGPROBS_MODES_MIXED", text, sample.turns[-1].call_id)
         if not sample.truncated:
             continue
         turn, limit = sample.turns[-1] if sample.turns else None, "a limit"
@@ -126,6 +137,24 @@ def _findings(rollout: Rollout, classes: dict[str, CallClass], samples: tuple[Sa
             limit = f"the budget {bounded[turn.call_id]}"
         text = f"The last turn of branch {sample.branch_id} was cut by {limit} and is not trained."
         yield Finding(Severity.WARNING, "TURN_TRUNCATED", text, turn.call_id if turn is not None else None)
+
+
+def _excluded(samples: tuple[Sample, ...]) -> Iterator[Finding]:
+    """What was sampled and is trained in no sample, by its reason (R102): turns and tokens."""
+    reasons: dict[str, tuple[str, int]] = {}
+    for turn in (turn for sample in samples for turn in sample.turns):
+        known = reasons.get(turn.call_id)
+        # Of several samples the one that trains it counts, then the one that has all of it.
+        if known is None or not turn.untrained or (known[0] == "PARTIAL" and turn.untrained != "SHARED"):
+            reasons[turn.call_id] = (turn.untrained, turn.end - turn.start)
+    for why in sorted({why for why, _ in reasons.values() if why and why != "SHARED"}):
+        counts = [count for reason, count in reasons.values() if reason == why]
+        turns, tokens = _counted(len(counts), "turn"), _counted(sum(counts), "sampled token")
+        yield Finding(Severity.INFO, "TURNS_UNTRAINED", f"{turns} with {tokens} not trained: {why}.")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _told_of_budgets(samples: tuple[Sample, ...], calls: list[Call]) -> Iterator[Sample]:

@@ -13,11 +13,11 @@ from typing import Final
 from penstock_chassis.single_flight import SingleFlight
 from penstock_codec import Codec
 from penstock_codec.files import TokenizerFiles
-from penstock_interception.calls import ModelFacts
+from penstock_interception.calls import CodecChoice, ModelFacts
 
 LOADED_KEPT: Final = 32
 
-Key = tuple[str, str, str]
+Key = tuple[str, str, CodecChoice]
 FILE_NAMES = frozenset(
     {"tokenizer.json", "chat_template.jinja", "tokenizer_config.json", "generation_config.json", "config.json"}
 )
@@ -39,15 +39,15 @@ class CodecCache:
         """Whether the files are here."""
         return self._path(tokenizer_sha256, template_sha256).is_dir()
 
-    async def from_files(self, files: TokenizerFiles, parser: str) -> Codec:
+    async def from_files(self, files: TokenizerFiles, choice: CodecChoice) -> Codec:
         """The codec of these files, which are kept. Raises CodecError."""
         path = self._path(files.tokenizer_sha256, files.template_sha256)
         async with self._keeping:
             if not path.is_dir():
                 await asyncio.get_running_loop().run_in_executor(self._pool, _keep, files, path)
-        return await self._load((files.tokenizer_sha256, files.template_sha256, parser))
+        return await self._load((files.tokenizer_sha256, files.template_sha256, choice))
 
-    async def from_named(self, named: Mapping[str, bytes], parser: str) -> Codec:
+    async def from_named(self, named: Mapping[str, bytes], choice: CodecChoice) -> Codec:
         """The same for files by name, as an inference service sends them. Raises CodecError."""
 
         def read() -> TokenizerFiles:
@@ -56,23 +56,23 @@ class CodecCache:
                     (Path(place) / name).write_bytes(named[name])
                 return TokenizerFiles.from_directory(place)
 
-        return await self.from_files(await asyncio.get_running_loop().run_in_executor(self._pool, read), parser)
+        return await self.from_files(await asyncio.get_running_loop().run_in_executor(self._pool, read), choice)
 
     async def of(self, facts: ModelFacts) -> Codec | None:
         """The codec of a model seen before; None for one without a tokenizer. Raises CodecError."""
         if not facts.tokenizer_sha256:
             return None
-        return await self._load((facts.tokenizer_sha256, facts.template_sha256, facts.parser))
+        return await self._load((facts.tokenizer_sha256, facts.template_sha256, facts.codec))
 
     async def _load(self, key: Key) -> Codec:
         return await self._loaded.get(key, lambda: self._read(key))
 
     async def _read(self, key: Key) -> Codec:
-        tokenizer, template, parser = key
+        tokenizer, template, choice = key
 
         def load() -> Codec:
             files = TokenizerFiles.from_directory(self._path(tokenizer, template))
-            return Codec.load(files, parser=parser or None)
+            return Codec.load(files, parser=choice.parser or None, control_tokens=choice.control_tokens)
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, load)
 

@@ -6,15 +6,17 @@ again (R82): the graph finds the line that a request continues, and only what is
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import re2
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
-from penstock_codec import Codec
-from penstock_codec.chat import FinishReason, Message, Tool, ToolCallPart, Usage
+from penstock_codec import Codec, ControlTokens
+from penstock_codec.chat import FinishReason, Message, ReasoningPart, TextPart, Tool, ToolCallPart, Usage
 from penstock_codec.quick import quick
 from penstock_interception.calls import Answerer, Call, Opening, Prompt
 from penstock_interception.completions import Completion, Tokens, violations_of
@@ -23,16 +25,26 @@ from penstock_interception.graph.model import IntArray
 from penstock_interception.graph.paths import common_prefix
 from penstock_interception.ports import CompletionRefused, Recorded
 from penstock_interception.recall import Heard
-from penstock_interception.requests import ChatRequest, LinePattern, blank_volatile, hints_for
+from penstock_interception.requests import ChatRequest, LinePattern, Spell, blank_volatile, hints_for
+
+_SPELLED = {
+    ControlTokens.PLAIN: "Control tokens that texts of the conversation spell were taken as text.",
+    ControlTokens.PARSE: "Control tokens that texts of the conversation spell were taken as control tokens, as asked.",
+}
+_MIXED_UP = (
+    "Control tokens that texts of the conversation spell were taken as control tokens: the chat template changes texts,"
+    " so that they could not be told from its own."
+)
 
 
 @quick
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
-    """What the tokens of a completion say."""
+    """What the tokens of a completion say; `last_chars` is how much of it the last one can have said."""
 
     message: Message
     finish_reason: FinishReason
+    last_chars: int = 0
 
 
 class Conversation:
@@ -41,11 +53,14 @@ class Conversation:
     def __init__(
         self, opening: Opening, codec: Codec | None, *, vocab_size: int | None, records: Sequence[CommitRecord] = ()
     ) -> None:
-        """Raises InvalidArgument VOLATILE_PATTERN_INVALID, DataLoss when the records are damaged."""
+        """Raises InvalidArgument VOLATILE_PATTERN_INVALID."""
         self._opening = opening
         self._codec = codec
+        self.spell: Spell | None = None if codec is None else codec.token_bytes
         self._volatile = _compile(opening.hints.volatile_line_patterns)
-        self.graph = TokenGraph.restore(opening.rollout_id, codec, records, vocab_size=vocab_size)
+        self.graph = TokenGraph.restore_unbroken(opening.rollout_id, codec, records, vocab_size=vocab_size)
+        # Held from the making of an answer's record to its commit: the next one goes on from it.
+        self.recording = asyncio.Lock()
         # The tools that requests came with, by their digest.
         self.tools: dict[bytes, tuple[Tool, ...]] = {}
         self._longest_body = 0
@@ -80,6 +95,15 @@ class Conversation:
         self._longest_body = max(self._longest_body, body_length)
         return plan
 
+    def notes_on(self, request: ChatRequest, body: bytes, plan: Plan) -> tuple[str, ...]:
+        """What there is to record of a request's texts and its plan. CPU work."""
+        codec = self._codec
+        if codec is None or not codec.may_spell_control_tokens(body):
+            return ()
+        if not codec.spells_control_tokens(request.messages, request.tools):
+            return ()
+        return (_MIXED_UP if plan.mixed_up else _SPELLED[codec.control_tokens],)
+
     def count(self, request: ChatRequest, body_length: int) -> int:
         """How many tokens the prompt of a request has, as `plan` would make it. Raises CodecError; TOKENIZER_ABSENT."""
         if self._codec is None:
@@ -96,22 +120,32 @@ class Conversation:
             tools=self.tools.get(tools_sha256, ()),
             finish_reason=completion.finish_reason,
         )
-        return ParsedAnswer(parsed.message, parsed.finish_reason)
+        if completion.stop_text is None:
+            return ParsedAnswer(parsed.message, parsed.finish_reason)
+        last = len(self._codec.decode(completion.tokens.ids[-1:]))
+        return ParsedAnswer(before_stop(parsed.message, completion.stop_text, last), parsed.finish_reason, last)
 
-    def record(self, call: Call, completion: Completion, parsed: ParsedAnswer | None, answerer: Answerer) -> Recorded:
-        """Adds an answer to the graph. Raises CompletionRefused with every rule that it breaks (R83)."""
-        plan = call.plan
+    def record(
+        self, call: Call, plan: Plan, completion: Completion, parsed: ParsedAnswer | None, answerer: Answerer
+    ) -> Recorded:
+        """An answer as it will be in the graph. Raises CompletionRefused with every rule that it breaks (R83).
+
+        Whoever calls holds `recording`, which the answer's `settle` lets go.
+        """
         found = violations_of(completion)
-        if found or plan is None or completion.finish_reason is None:
+        if found or completion.finish_reason is None:
             raise CompletionRefused(found)
         finish = completion.finish_reason if parsed is None else parsed.finish_reason
-        message = completion.message or (parsed.message if parsed is not None else None)
+        given = completion.message
+        if given is not None and completion.stop_text is not None:
+            given = before_stop(given, completion.stop_text, parsed.last_chars if parsed is not None else 0)
+        message = given or (parsed.message if parsed is not None else None)
         if message is None:
             raise CompletionRefused(["completion.message: needed, since the rollout's source has no tokenizer"])
         if message.tool_calls and finish is FinishReason.STOP:
             finish = FinishReason.TOOL_CALLS
-        injected = completion.message is not None and (
-            answerer is Answerer.TRAINER if parsed is None else not _same(completion.message, parsed.message)
+        injected = given is not None and (
+            answerer is Answerer.TRAINER if parsed is None else not _same(given, parsed.message)
         )
         tokens = completion.tokens
         if self._codec is None and tokens is not None:
@@ -121,15 +155,15 @@ class Conversation:
                 plan = self._observed(plan, completion.prompt_ids)
         sampled = _sampled(completion, tokens, message, finish, injected)
         try:
-            record = self.graph.commit(call.id, plan, sampled)
+            record = self.graph.prepare(call.id, plan, sampled)
         except InvalidArgument as error:
             raise CompletionRefused(f"completion.{v.field}: {v.description}" for v in error.violations) from None
-        node = self.graph.calls[call.id]
-        prompt = Prompt(node.prompt_count, node.keep, record.call_class, node.branch_id, record.parent_call_id)
+        count = record.keep + int(record.suffix.size)
+        prompt = Prompt(count, record.keep, record.call_class, record.branch_id, record.parent_call_id)
         usage = completion.usage
         if tokens is not None or usage is None:
             thought, cached = (usage.reasoning_tokens, usage.cached_tokens) if usage is not None else (None, None)
-            usage = Usage(node.prompt_count, completion.count, thought, cached)
+            usage = Usage(count, completion.count, thought, cached)
         taken = completion.taken(tokens, finish, usage)
         return Recorded(
             completion=taken,
@@ -138,8 +172,16 @@ class Conversation:
             injected=injected,
             record=record.to_bytes(),
             chain_sha256=record.chain,
-            chain_index=node.index,
+            chain_index=len(self.graph.calls),
+            settle=partial(self._settle, record),
         )
+
+    def _settle(self, record: CommitRecord, kept: bool) -> None:
+        try:
+            if kept:
+                self.graph.apply(record)
+        finally:
+            self.recording.release()
 
     def _observed(self, plan: Plan, ids: IntArray) -> Plan:
         """The plan with the prompt that the engine rendered: on the line before when it goes on from its tokens."""
@@ -156,6 +198,26 @@ class Conversation:
             branch_id=secrets.token_hex(16),
             reason="the engine's prompt does not go on from the turn before",
         )
+
+
+def before_stop(message: Message, stop: str, last_chars: int) -> Message:
+    """An answer as an agent is shown it: up to the stop text that ended it (R101). Its tokens stay as sampled.
+
+    The stop was completed by the last token, which may say more than that: it stands within the last
+    `len(stop) + last_chars` characters. What the model wrote there as a tool call is one.
+    """
+    *before, last = message.parts or (TextPart(""),)
+    if not isinstance(last, TextPart | ReasoningPart):
+        return message
+    text = last.text
+    place = text.find(stop, max(0, len(text) - len(stop) - last_chars))
+    if place < 0:  # white space at the end of an answer is not part of it
+        short = stop.rstrip()
+        place = len(text) - len(short) if short and text.endswith(short) else -1
+    if place < 0:
+        return message
+    left = (replace(last, text=text[:place]),) if place else ()
+    return replace(message, parts=(*before, *left))
 
 
 def _compile(patterns: Iterable[str]) -> tuple[LinePattern, ...]:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Final
 
-from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted
+from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from penstock_interception.audit import Audit, Event
 from penstock_interception.calls import Opening, Rollout, RolloutState
 from penstock_interception.clock import Clock
-from penstock_interception.ports import Store
+from penstock_interception.ports import Store, durable
 from penstock_interception.tokens import ALL, ID_BYTES, Grant, Scope, TokenTerms
 
 MAX_TOKENS: Final = 256
@@ -84,6 +84,7 @@ class Credentials:
             FailedPrecondition: ROLLOUT_CLOSED.
             AlreadyExists: REQUEST_ID_REUSED.
             ResourceExhausted: TOKEN_LIMIT.
+            Unavailable: JOURNAL_FAILED, and then there is no such token.
         """
         if rollout.state is RolloutState.CLOSED:
             raise FailedPrecondition("The rollout is closed: its tokens are void.", reason="ROLLOUT_CLOSED")
@@ -93,36 +94,41 @@ class Credentials:
             if (before.scopes, before.ttl_ms) != (grant.scopes, grant.ttl_ms):
                 raise AlreadyExists("The request id was used for another token.", reason="REQUEST_ID_REUSED")
             await self._store.settled()
+            if grant.id not in rollout.grants:
+                raise Unavailable("The token could not be recorded. Try again.", reason="JOURNAL_FAILED")
             return before
         if len(rollout.grants) >= MAX_TOKENS:
             raise ResourceExhausted(f"A rollout has at most {MAX_TOKENS} tokens.", reason="TOKEN_LIMIT")
-        retired = []
+        others: list[Grant] = []
+        retired = 0
         if retire_others_after_s is not None:
-            retired = self._retire(rollout.grants.values(), retire_others_after_s)
+            others = list(rollout.grants.values())
+            retired = self._retire(others, retire_others_after_s)
         rollout.grants[grant.id] = grant
-        self._audit.tell(Event.TOKEN_ISSUED, rollout_id=rollout.id, token_id=grant.id.hex(), retired=len(retired))
-        try:
-            await asyncio.shield(self._store.tokens.put(rollout.id, grant, retired))
-        except Exception:
-            rollout.grants.pop(grant.id, None)  # what was retired stays so: a refusal too many is the safer mistake
-            raise
+        self._audit.tell(Event.TOKEN_ISSUED, rollout_id=rollout.id, token_id=grant.id.hex(), retired=retired)
+        written = self._store.tokens.put(rollout.id, grant, others)
+        written.add_done_callback(lambda done: _issued(rollout, grant, done))
+        await durable(written)
         return grant
 
     async def revoke(self, rollout: Rollout, token_ids: Iterable[bytes], grace_s: float) -> None:
-        """Makes these tokens void, or all; returns once that is on disk. Raises NotFound TOKEN_UNKNOWN."""
+        """Makes these tokens void, or all; returns once that is on disk.
+
+        Raises NotFound TOKEN_UNKNOWN, Unavailable JOURNAL_FAILED (they are void until a restart: revoke them again).
+        """
         wanted = list(token_ids) or list(rollout.grants)
         if any(token_id not in rollout.grants for token_id in wanted):
             raise NotFound("The rollout has no such token.", reason="TOKEN_UNKNOWN")
-        retired = self._retire((rollout.grants[token_id] for token_id in wanted), grace_s)
+        grants = [rollout.grants[token_id] for token_id in wanted]
+        retired = self._retire(grants, grace_s)
         if retired:
-            self._audit.tell(Event.TOKENS_REVOKED, rollout_id=rollout.id, count=len(retired), grace_s=grace_s)
-            await asyncio.shield(self._store.tokens.retire(rollout.id, retired))
-        else:
-            await self._store.settled()
+            self._audit.tell(Event.TOKENS_REVOKED, rollout_id=rollout.id, count=retired, grace_s=grace_s)
+        # Those too that were retired before: the disk may have refused that.
+        await durable(self._store.tokens.retire(rollout.id, grants))
 
-    def _retire(self, grants: Iterable[Grant], after_s: float) -> list[Grant]:
+    def _retire(self, grants: Iterable[Grant], after_s: float) -> int:
         at = self._now() + round(after_s * 1000)
-        return [grant for grant in grants if grant.retire(at)]
+        return sum(grant.retire(at) for grant in grants)
 
     def _grant(self, token_id: bytes, terms: TokenTerms) -> Grant:
         now = self._now()
@@ -131,3 +137,8 @@ class Credentials:
 
     def _now(self) -> int:
         return int(self._clock.wall() * 1000)
+
+
+def _issued(rollout: Rollout, grant: Grant, done: asyncio.Future[list[int]]) -> None:
+    if done.cancelled() or done.exception() is not None:
+        rollout.grants.pop(grant.id, None)  # what was retired stays so: a refusal too many is the safer mistake

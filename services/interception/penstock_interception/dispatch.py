@@ -13,6 +13,7 @@ a resume look at all rollouts of a lane.
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -82,8 +83,9 @@ class Dispatcher:
         self._lanes: dict[Selector, Lane] = {}
         self._sessions: dict[str, Session] = {}
         self._rollouts: dict[str, Rollout] = {}
-        # The newest policy version announced for each run; "" for rollouts without one.
-        self._newest: dict[str, int] = {}
+        # The newest policy version announced for each run that has open rollouts, or for a rollout without one.
+        self._newest: dict[Hashable, int] = {}
+        self._in_run: Counter[str] = Counter()
         # Calls leased by unary requests, by lease.
         self._unary: dict[str, Call] = {}
 
@@ -92,6 +94,8 @@ class Dispatcher:
     def link(self, rollout: Rollout) -> None:
         """From now on the rollout's calls may be leased or dispatched."""
         self._rollouts[rollout.id] = rollout
+        if rollout.opening.run_id is not None:
+            self._in_run[rollout.opening.run_id] += 1
         if rollout.opening.mode is not Mode.INTERCEPTION_GATE:
             return
         for lane in self._lanes.values():
@@ -100,7 +104,8 @@ class Dispatcher:
 
     def unlink(self, rollout: Rollout) -> None:
         """The rollout is closed: tells those who watch it."""
-        self._rollouts.pop(rollout.id, None)
+        if self._rollouts.pop(rollout.id, None) is not None:
+            self._forget_newest(rollout)
         for call in rollout.queued.values():
             for lane in rollout.lanes:
                 lane.drop(call)
@@ -125,9 +130,7 @@ class Dispatcher:
         if call.delegated:
             self._dispatch(call)
             return
-        ready = [
-            session for lane in rollout.lanes if (session := lane.next_session()) is not None and session is not avoid
-        ]
+        ready = [session for lane in rollout.lanes if (session := lane.next_session(avoid)) is not None]
         if ready:
             self._lease(call, min(ready, key=lambda session: (len(session.held), session.ready_serial)))
             return
@@ -357,15 +360,24 @@ class Dispatcher:
         call.leased_at = self._clock.wall()
         bounds = call.rollout.opening.policy
         least = bounds.min_version
-        newest = self._newest.get(call.rollout.opening.run_id or "")
+        newest = self._newest.get(_run_of(call.rollout))
         if bounds.max_staleness is not None and newest is not None:
             least = max(newest - bounds.max_staleness, least if least is not None else 0)
         call.min_policy_version = least
         self._listener.call_changed(call)
 
     def _announce_for(self, rollout: Rollout, version: int) -> None:
-        run = rollout.opening.run_id or ""
+        run = _run_of(rollout)
         self._newest[run] = max(version, self._newest.get(run, version))
+
+    def _forget_newest(self, rollout: Rollout) -> None:
+        run_id = rollout.opening.run_id
+        if run_id is not None:
+            self._in_run[run_id] -= 1
+            if self._in_run[run_id] > 0:
+                return
+            del self._in_run[run_id]
+        self._newest.pop(_run_of(rollout), None)
 
     def _end_lease(self, call: Call) -> None:
         self._deadlines.drop(("lease", call.id))
@@ -444,3 +456,9 @@ class Dispatcher:
         self.resume(session)
         if not lane.sessions:
             self._deadlines.set(("lane", lane.selector), self._clock.steady() + LANE_LINGER_S)
+
+
+def _run_of(rollout: Rollout) -> Hashable:
+    """What its policy versions belong to: without a run they are its own, and not another trainer's."""
+    run_id = rollout.opening.run_id
+    return ("rollout", rollout.id) if run_id is None else ("run", run_id)

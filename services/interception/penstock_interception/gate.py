@@ -42,15 +42,15 @@ from penstock_interception.dispatch import DeadlineKey, Dispatcher
 from penstock_interception.graph.model import Plan
 from penstock_interception.limits import GateLimits
 from penstock_interception.metering import Metering
-from penstock_interception.ports import (
-    Recorder,
-    Store,
-)
+from penstock_interception.ports import Recorder, Store, durable, recorded
 from penstock_interception.runs import Run
 from penstock_interception.sessions import Selector, Session
 from penstock_interception.tools.desk import ToolDesk
 
 _log = structlog.get_logger(__name__)
+
+RETRY_S = 60.0
+"""Until what the disk refused, and nobody asks for again, is tried once more."""
 
 
 class Gate:
@@ -112,12 +112,14 @@ class Gate:
         """Opens a rollout and returns it once that is on disk. Idempotent by request id.
 
         Raises what find_opening and Metering.check raise, and:
-            Unavailable: DRAINING.
+            Unavailable: DRAINING; JOURNAL_FAILED, and then there is no such rollout.
             ResourceExhausted: ROLLOUT_LIMIT.
         """
         before = self.find_opening(opening)
         if before is not None:
             before.caller_key = caller_key
+            if before.opened is not None:
+                await durable(before.opened)
             return before
         if self.draining:
             raise Unavailable("The service is stopping.", reason="DRAINING", retry_after_s=5.0)
@@ -128,19 +130,11 @@ class Gate:
         first = self.credentials.first(opening)
         rollout.grants[first.id] = first
         run = self.metering.open(rollout, self._rollouts.values())
-        written = self._store.put_rollout(rollout, self.tools.open(opening), run)
+        written = rollout.opened = self._store.put_rollout(rollout, self.tools.open(opening), run)
+        written.add_done_callback(lambda done: self._opened(rollout, done))
         self._keep(rollout)
         self.dispatcher.link(rollout)
-        try:
-            await asyncio.shield(written)
-        except Exception:
-            # The disk refused: a rollout that a crash would lose is not opened.
-            rollout.state = RolloutState.CLOSED
-            self._open_rollouts -= 1
-            self.dispatcher.unlink(rollout)
-            self.tools.close(rollout.id)
-            self._drop(rollout)
-            raise
+        await durable(written)
         return rollout
 
     def rollout(self, rollout_id: str) -> Rollout:
@@ -155,7 +149,10 @@ class Gate:
         return self._rollouts.values()
 
     async def close(self, rollout_id: str, reason: str) -> Rollout:
-        """Closes a rollout and waits until that, and every answer that was accepted, is on disk. Idempotent."""
+        """Closes a rollout and waits until that, and every answer that was accepted, is on disk. Idempotent.
+
+        Raises NotFound ROLLOUT_UNKNOWN, Unavailable JOURNAL_FAILED (it is closed; a restart may not know it yet).
+        """
         rollout = self.rollout(rollout_id)
         if rollout.state is not RolloutState.CLOSED:
             rollout.state = RolloutState.CLOSED
@@ -170,15 +167,24 @@ class Gate:
             self._set_deadline(("retention", rollout.id), self.limits.retention_s)
         for call in self._open_calls(rollout):  # claimed: their commit is under way
             await asyncio.wait([call.ended])
-        await self._store.update_rollout(rollout)
+        await durable(self._store.update_rollout(rollout))
         return rollout
 
     async def delete(self, rollout_id: str) -> None:
-        """Removes a rollout and everything that was captured of it. Idempotent."""
+        """Removes a rollout and everything that was captured of it, once that is on disk. Idempotent.
+
+        Raises Unavailable JOURNAL_FAILED: the rollout is closed and still there.
+        """
         if rollout_id not in self._rollouts:
             return
         rollout = await self.close(rollout_id, "DELETED")
-        await self._store.delete_rollout(rollout_id, self._drop(rollout))
+        if self._rollouts.get(rollout_id) is not rollout:
+            return  # another request deleted it meanwhile
+        written = rollout.deleted
+        if written is None:
+            written = rollout.deleted = self._store.delete_rollout(rollout_id, self.metering.gone(rollout))
+            written.add_done_callback(lambda done: self._deleted(rollout, done))
+        await durable(written)
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
@@ -200,7 +206,7 @@ class Gate:
         call = Call(
             id=random_id(),
             rollout=rollout,
-            index=len(rollout.calls),
+            index=rollout.calls[-1].index + 1 if rollout.calls else 0,
             arrival=arrival,
             received=now,
             expires=now + budgets.call_timeout_s,
@@ -221,7 +227,12 @@ class Gate:
     def journal(self, call: Call) -> None:
         """Writes an admitted call down, as it is now: once, before anybody can answer it."""
         call.journalled = True
-        self._store.put_call(call)
+        try:
+            written = self._store.put_call(call)
+        except Exception:
+            self.fail(call, Failure("JOURNAL_FAILED"))
+            raise
+        written.add_done_callback(lambda done: self._admitted(call, done))
         if call.state.terminal:
             self._shrink(call)
 
@@ -260,7 +271,7 @@ class Gate:
                 self._set_deadline(("gone", call.id), self.limits.rejoin_grace_s)
 
     def told(self, call: Call) -> None:
-        """The answer's last byte went to the agent."""
+        """The agent took the whole answer."""
         if not call.told:
             call.told = True
             self._store.mark_told(call)
@@ -297,15 +308,16 @@ class Gate:
         rollout.held_since = self.clock.wall()
         for call in self._open_calls(rollout):
             self._deadlines.drop(("expire", call.id))
+        self._store.put_pause(rollout)
 
     def rollout_released(self, rollout: Rollout) -> None:
         """Time goes on."""
         now = self.clock.wall()
-        since, rollout.held_since = rollout.held_since or now, None
-        rollout.paused_s += now - since
-        for call in self._open_calls(rollout):
-            call.expires += now - max(since, call.received)
+        moved = self._open_calls(rollout)
+        _go_on(rollout, moved, now)
+        for call in moved:
             self._set_deadline(("expire", call.id), max(0.0, call.expires - now))
+        self._store.put_pause(rollout, moved)
 
     def session_resumed(self, old: Session, session: Session) -> None:
         """Its host tools and their calls go along."""
@@ -333,7 +345,7 @@ class Gate:
             elif kind == "pause":
                 self.dispatcher.pause_over(str(key))
             elif kind == "retention":
-                await self.delete(str(key))
+                await self._retire(str(key))
             elif kind == "run":
                 if self.metering.forget(str(key)):
                     self._store.runs.delete(str(key))
@@ -358,6 +370,10 @@ class Gate:
         """Takes a rollout back as the journal has it: its agents' retries join its open calls."""
         self._keep(rollout)
         rollout.calls = calls
+        if rollout.held_since is not None:  # who held it is gone, and holds it again when he is back
+            moved = self._open_calls(rollout)
+            _go_on(rollout, moved, self.clock.wall())
+            self._store.put_pause(rollout, moved)
         for call in calls:
             self._calls[call.id] = call
             rollout.by_retry_key[call.arrival.retry_key] = call
@@ -395,18 +411,48 @@ class Gate:
         if rollout.state is not RolloutState.CLOSED:
             self._open_rollouts += 1
 
-    def _drop(self, rollout: Rollout) -> Run | None:
-        """Lets go of a rollout; returns its run, which has what it used."""
+    def _opened(self, rollout: Rollout, done: asyncio.Future[list[int]]) -> None:
+        rollout.opened = None
+        if not done.cancelled() and done.exception() is None:
+            return
+        # The disk refused: a rollout that a crash would lose is not opened.
+        if rollout.state is not RolloutState.CLOSED:
+            rollout.state = RolloutState.CLOSED
+            self._open_rollouts -= 1
+        self.dispatcher.unlink(rollout)
+        self.tools.close(rollout.id)
+        self.metering.gone(rollout)
+        self._drop(rollout)
+
+    def _deleted(self, rollout: Rollout, done: asyncio.Future[list[int]]) -> None:
+        rollout.deleted = None
+        if done.cancelled() or done.exception() is not None:
+            self.metering.stays(rollout)
+        else:
+            self._drop(rollout)
+
+    def _admitted(self, call: Call, done: asyncio.Future[list[int]]) -> None:
+        if not recorded(done):
+            # What is not in the journal cannot be answered: a restart would know neither the call nor its answer.
+            self.fail(call, Failure("JOURNAL_FAILED"))
+
+    async def _retire(self, rollout_id: str) -> None:
+        try:
+            await self.delete(rollout_id)
+        except Unavailable as error:
+            _log.error("an old rollout could not be deleted", rollout_id=rollout_id, reason=error.reason)
+            self._set_deadline(("retention", rollout_id), RETRY_S)
+
+    def _drop(self, rollout: Rollout) -> None:
+        """Lets go of a rollout that is in the journal no more."""
         self._rollouts.pop(rollout.id, None)
         self._by_request.pop(rollout.opening.request_id, None)
         self._deadlines.drop(("retention", rollout.id))
         for call in rollout.calls:
             self._calls.pop(call.id, None)
         self._recorder.forget(rollout)
-        run, was_last = self.metering.gone(rollout)
-        if run is not None and was_last:
-            self._set_deadline(("run", run.id), self.limits.retention_s)
-        return run
+        if (run_id := self.metering.idle_run(rollout)) is not None:
+            self._set_deadline(("run", run_id), self.limits.retention_s)
 
     def _set_deadline(self, key: DeadlineKey, in_s: float) -> None:
         self._deadlines.set(key, self.clock.steady() + in_s)
@@ -448,3 +494,11 @@ class Gate:
         """What ended stays small in memory: its body is on disk, its tokens are in the graph."""
         call.arrival = call.arrival.without_body()
         call.plan = None
+
+
+def _go_on(rollout: Rollout, calls: Iterable[Call], now: float) -> None:
+    """Time goes on for a rollout that was held, and for these calls of it."""
+    since, rollout.held_since = rollout.held_since or now, None
+    rollout.paused_s += now - since
+    for call in calls:
+        call.expires += now - max(since, call.received)

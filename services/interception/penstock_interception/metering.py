@@ -83,15 +83,29 @@ class Metering:
         self._count_in(running, rollout)
         return running.run
 
-    def gone(self, rollout: Rollout) -> tuple[Run | None, bool]:
-        """A rollout is deleted: what it has used stays. Returns its run to be written, and whether it was the last."""
+    def gone(self, rollout: Rollout) -> Run | None:
+        """A rollout is deleted: what it has used stays. Returns its run, to be written with that."""
         self._buckets.pop(rollout.id, None)
         running = self._runs.get(rollout.opening.run_id or "")
         if running is None or rollout.id not in running.rollouts:
-            return None, False
+            return None
         running.rollouts.discard(rollout.id)
         running.run.gone.add(rollout.totals.spent)
-        return running.run, not running.rollouts
+        return running.run
+
+    def stays(self, rollout: Rollout) -> None:
+        """The disk refused to delete a rollout that was `gone`."""
+        running = self._runs.get(rollout.opening.run_id or "")
+        if running is None or rollout.id in running.rollouts:
+            return
+        running.rollouts.add(rollout.id)
+        running.run.gone.take(rollout.totals.spent)
+        self._store.runs.update(running.run)  # another deletion may have written what this one had added
+
+    def idle_run(self, rollout: Rollout) -> str | None:
+        """The run of a rollout that is gone, when it has no other."""
+        run_id = rollout.opening.run_id
+        return run_id if run_id in self._runs and not self._runs[run_id].rollouts else None
 
     def forget(self, run_id: str) -> bool:
         """Nobody asked for a run for long: it is dropped unless it has rollouts again. Returns whether it was."""

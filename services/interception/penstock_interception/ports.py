@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import sqlite3
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from penstock_chassis.errors import Unavailable
 from penstock_codec.chat import Message
 from penstock_codec.quick import quick
 from penstock_interception.calls import Answerer, Call, Prompt, Rollout
-from penstock_interception.completions import Completion
+from penstock_interception.completions import Completion, Failure
 from penstock_interception.runs import Run, RunStore
 from penstock_interception.token_store import TokenStore
 from penstock_interception.tools.model import HostTool
@@ -45,7 +47,7 @@ class Rejection:
 @quick
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A result that was taken. It counts once `committed` is done."""
+    """A result that was taken. It counts once `committed` is done and `recorded` says so."""
 
     call_id: str
     committed: asyncio.Future[list[int]]
@@ -54,7 +56,11 @@ class Accepted:
 @quick
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What an accepted completion became: the message for the agent, and the record that rebuilds it after a crash."""
+    """What a completion becomes: the message for the agent, and the record that rebuilds it after a crash.
+
+    It is not in the rollout's graph yet. `settle` is called once, with whether the journal has the record: then it is,
+    or nothing of it is left. Until then no other answer of the rollout is recorded.
+    """
 
     completion: Completion
     message: Message
@@ -63,6 +69,40 @@ class Recorded:
     record: bytes
     chain_sha256: bytes
     chain_index: int
+    settle: Callable[[bool], None]
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer that was accepted, on its way to the disk: the call has it when it is there."""
+
+    answer: Completion | Failure
+    digest: bytes
+    answerer: Answerer
+    at: float
+    # Of a completion.
+    recorded: Recorded | None = None
+
+
+def recorded(written: asyncio.Future[list[int]]) -> bool:
+    """Whether a write that is over is in the journal: it was not refused, and no row that it changes was missing."""
+    return not written.cancelled() and written.exception() is None and 0 not in written.result()
+
+
+async def durable(written: asyncio.Future[list[int]]) -> None:
+    """Waits until a write is on disk. Cancelling the wait does not take the write back.
+
+    Raises Unavailable JOURNAL_FAILED when the disk refused it: then nothing of it happened.
+    """
+    try:
+        await asyncio.shield(written)
+    except sqlite3.Error as error:
+        raise Unavailable(
+            "The service could not record this, so it did not happen. Look at its disk and its log, and try again.",
+            reason="JOURNAL_FAILED",
+            retry_after_s=2.0,
+        ) from error
 
 
 class CompletionRefused(Exception):
@@ -77,7 +117,10 @@ class Recorder(Protocol):
     """Knows tokens, graphs and model sources."""
 
     async def record(self, call: Call, completion: Completion, answerer: Answerer) -> Recorded:
-        """Checks a completion, adds it to the rollout's graph and parses it; raises CompletionRefused."""
+        """Checks and parses a completion, and makes its record when no other answer of its rollout is under way.
+
+        Raises CompletionRefused.
+        """
         ...
 
     def forget(self, rollout: Rollout) -> None:
@@ -102,9 +145,10 @@ class Store(Protocol):
         self, rollout: Rollout, tools: Iterable[HostTool] = (), run: Run | None = None
     ) -> asyncio.Future[list[int]]: ...
     def update_rollout(self, rollout: Rollout) -> asyncio.Future[list[int]]: ...
+    def put_pause(self, rollout: Rollout, moved: Iterable[Call] = ()) -> asyncio.Future[list[int]]: ...
     def delete_rollout(self, rollout_id: str, run: Run | None = None) -> asyncio.Future[list[int]]: ...
     def put_call(self, call: Call) -> asyncio.Future[list[int]]: ...
-    def put_answer(self, call: Call, record: bytes) -> asyncio.Future[list[int]]: ...
+    def put_answer(self, call: Call, answered: Answered) -> asyncio.Future[list[int]]: ...
     def put_lease(self, call: Call) -> asyncio.Future[list[int]]: ...
     def put_delegation(self, call: Call) -> asyncio.Future[list[int]]: ...
     def end_call(self, call: Call) -> asyncio.Future[list[int]]: ...

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from penstock_codec.chat import Message, Role, Sampling, TextPart, Tool, ToolChoice
 from penstock_codec.quick import quick
 from penstock_interception.calls import AgentHints
 from penstock_interception.graph.fingerprint import KNOWN_TOOLS_CHARS
-from penstock_interception.graph.model import CallClass, CallHints
+from penstock_interception.graph.model import CallClass, CallHints, IntArray
 
 BLANKED = "[...]"
 
 Spoken: TypeAlias = tuple[Sequence[Any], Sequence[Message]]
 """Messages as they came, and each as it was read."""
+
+Spell: TypeAlias = Callable[[IntArray], list[bytes]]
+"""The bytes of each of some token ids."""
+
+
+HOSTED_FIELDS: Final = frozenset(
+    {"websearchoptions", "plugins", "websearch", "searchparameters", "enablesearch", "mcpservers"}
+)
+"""Fields of Chat Completions, by their plain names, that let a provider run tools: they never go on to an upstream."""
+
+
+def plain_name(name: str) -> str:
+    """A field's name without its spelling: some servers take toolConfig, tool_config and ToolConfig for the same."""
+    return name.lower().replace("_", "")
+
+
+def is_hosted_field(name: str) -> bool:
+    """Whether a field of Chat Completions lets a provider run tools."""
+    return plain_name(name) in HOSTED_FIELDS
 
 
 class LinePattern(Protocol):
@@ -47,6 +66,9 @@ class ChatRequest:
     provider_tools: tuple[str, ...] = ()
     # What the dialect needs once more when it writes the answer; small, for it waits with the call.
     echo: Mapping[str, Any] = field(default_factory=dict)
+    # Whether the answer tells the logprob of each token, and what tells those tokens' bytes, once the call is admitted.
+    logprobs: bool = False
+    spell: Spell | None = field(default=None, compare=False, repr=False)
     # The messages as they came, one for each of `messages`; None where a dialect cannot go on from them (`parse_on`).
     raw_messages: Sequence[Any] | None = field(default=None, compare=False, repr=False)
 
@@ -72,13 +94,24 @@ class ChatRequest:
             self.template_kwargs,
             self.provider_tools,
             self.echo,
+            self.logprobs,
+            None,
             raw,
         )
 
-    def without_content(self) -> ChatRequest:
+    def without_content(self, spell: Spell | None = None) -> ChatRequest:
         """What of it a call needs that waits for its answer."""
         return ChatRequest(
-            self.model, (), (), self.tool_choice, self.sampling, self.stream, self.include_usage, echo=self.echo
+            self.model,
+            (),
+            (),
+            self.tool_choice,
+            self.sampling,
+            self.stream,
+            self.include_usage,
+            echo=self.echo,
+            logprobs=self.logprobs,
+            spell=spell,
         )
 
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from penstock_interception.tools.model import ToolCall
 
 CALL_OVERHEAD_BYTES = 512
+CALL_BYTES = 48 << 20
+"""The most that one call takes on the wire, below the transport's limit of 64 MiB: it goes without what its view asked
+for where it would be larger, and fails where it is larger all the same.
+"""
 DEFAULT_CREDIT_BYTES = 32 << 20
 
 
@@ -58,8 +62,10 @@ class View:
 
     def size_of(self, call: Call) -> int:
         """About how many bytes the call is on the wire."""
-        prompt = 0 if call.plan is None else call.plan.prompt_ids.nbytes
-        return CALL_OVERHEAD_BYTES + prompt + len(call.arrival.body) * (int(self.messages) + int(self.body))
+        plan = call.plan
+        prompt = 0 if plan is None else plan.prompt_ids.nbytes
+        messages = self.messages or (plan is not None and not plan.exact)  # what has no tokens goes as text
+        return CALL_OVERHEAD_BYTES + prompt + len(call.arrival.body) * (int(messages) + int(self.body))
 
 
 @dataclass(slots=True)
@@ -223,9 +229,20 @@ class Lane:
                 self._ready = [entry for entry in self._ready if entry[1] == entry[2].ready_serial]
                 heapq.heapify(self._ready)
 
-    def next_session(self) -> Session | None:
-        """The session with credit that holds the fewest calls, the one that waits longest among equals."""
-        ready = self._ready
-        while ready and (ready[0][1] != ready[0][2].ready_serial or not ready[0][2].has_credit):
-            heapq.heappop(ready)
-        return ready[0][2] if ready else None
+    def next_session(self, avoid: Session | None = None) -> Session | None:
+        """The session with credit that holds the fewest calls, the one that waits longest among equals.
+
+        Another one than `avoid`.
+        """
+        ready, aside = self._ready, None
+        while ready:
+            if ready[0][1] != ready[0][2].ready_serial or not ready[0][2].has_credit:
+                heapq.heappop(ready)
+            elif ready[0][2] is avoid:
+                aside = heapq.heappop(ready)
+            else:
+                break
+        found = ready[0][2] if ready else None
+        if aside is not None:
+            heapq.heappush(ready, aside)
+        return found

@@ -19,6 +19,9 @@ class UpstreamSettings(BaseModel):
 
     base_url: str = Field(description="for example https://api.example.com/v1")
     api_key: SecretStr | None = Field(None, description="sent to this address only")
+    models: tuple[str, ...] = Field(
+        ("*",), min_length=1, description="models that may be asked for, in every mode: * and ? stand for any"
+    )
 
     @field_validator("api_key")
     @classmethod

@@ -12,22 +12,22 @@ import json
 import os
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from sqlite3 import Row
 from typing import Final, Literal, Self
 
 import structlog
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_chassis.journal import Journal, Statement
-from penstock_interception import records, token_store
+from penstock_interception import records, stored, token_store
 from penstock_interception import runs as runs_store
-from penstock_interception.calls import Answerer, Call, CallState, Prompt, Rollout, RolloutState, Totals, count_ended
-from penstock_interception.graph.record import CommitRecord
+from penstock_interception.calls import Call, CallState, Prompt, Rollout
+from penstock_interception.completions import Failure
+from penstock_interception.ports import Answered
 from penstock_interception.runs import Run, RunStore
+from penstock_interception.stored import StoredRollout
 from penstock_interception.token_store import TokenStore
-from penstock_interception.tokens import Grant
 from penstock_interception.tools import store as tools_store
 from penstock_interception.tools.model import HostTool
 from penstock_interception.tools.store import ToolStore
@@ -70,19 +70,7 @@ CREATE TRIGGER calls_large AFTER DELETE ON calls BEGIN
     DELETE FROM graphs WHERE answer_order = OLD.answer_order;
 END;
 """
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRollout:
-    """A rollout with its calls in order of arrival, the graph's records in order of commit, and leases in force.
-
-    A lease is call id, session id, lease id and the SHA-256 of the prompt that it was given for.
-    """
-
-    rollout: Rollout
-    calls: list[Call]
-    graph: list[CommitRecord]
-    leases: list[tuple[Call, str, str, bytes]]
+_HELD = "ALTER TABLE rollouts ADD COLUMN held_since REAL;"
 
 
 class CallStore:
@@ -103,7 +91,7 @@ class CallStore:
     @classmethod
     async def open(cls, directory: Path, *, sync: Literal["normal", "full"] = "normal") -> Self:
         """Opens or creates the state in `directory`. Raises FailedPrecondition as Journal.open does."""
-        schemas = [_SCHEMA, tools_store.SCHEMA, token_store.SCHEMA, runs_store.SCHEMA, _LARGE]
+        schemas = [_SCHEMA, tools_store.SCHEMA, token_store.SCHEMA, runs_store.SCHEMA, _LARGE, _HELD]
         journal = await Journal.open(directory / "interception.sqlite3", schemas, sync=sync)
         try:
             store = cls(journal, _load_key(directory / "token.key"))
@@ -139,7 +127,7 @@ class CallStore:
             records.dump_facts(rollout.facts),
             records.dump_totals(rollout.totals),
         )
-        opened: Statement = ("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, '', '', 0, ?, ?)", values)
+        opened: Statement = ("INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, NULL, '', '', 0, ?, ?, NULL)", values)
         granted = [TokenStore.opening(rollout.id, grant) for grant in rollout.grants.values()]
         joined = [RunStore.opening(run)] if run is not None else []
         # The thread's, like the end of a rollout: RPCs come one by one, and what comes while it commits goes together.
@@ -161,6 +149,17 @@ class CallStore:
             ),
         )
         return self._submit_all([changed])
+
+    def put_pause(self, rollout: Rollout, moved: Iterable[Call] = ()) -> asyncio.Future[list[int]]:
+        """Its calls are held from now on, or no more: then these have more time."""
+        changed: Statement = (
+            "UPDATE rollouts SET held_since = ?, paused_s = ? WHERE rollout_id = ?",
+            (rollout.held_since, rollout.paused_s, rollout.id),
+        )
+        later: list[Statement] = [
+            ("UPDATE calls SET expires = ? WHERE call_id = ?", (call.expires, call.id)) for call in moved
+        ]
+        return self._submit_all([changed, *later], size=0)
 
     def delete_rollout(self, rollout_id: str, run: Run | None = None) -> asyncio.Future[list[int]]:
         """Removes a rollout and its calls; its run keeps what it used."""
@@ -204,6 +203,12 @@ class CallStore:
         )
         return self._submit_all([put, *large], size=len(arrival.body))
 
+    def put_arrival(self, call: Call) -> asyncio.Future[list[int]]:
+        """More is known of a call that was admitted: what its record says of the request."""
+        return self._submit(
+            "UPDATE calls SET arrival = ? WHERE call_id = ?", records.dump_arrival(call.arrival), call.id
+        )
+
     def put_lease(self, call: Call) -> asyncio.Future[list[int]]:
         """A call was leased: a restart keeps the lease for its session to resume."""
         return self._submit(
@@ -225,26 +230,28 @@ class CallStore:
             call.id,
         )
 
-    def put_answer(self, call: Call, record: bytes) -> asyncio.Future[list[int]]:
-        """A call's answer was accepted: all of it, in one write. `record` is the graph's."""
+    def put_answer(self, call: Call, answered: Answered) -> asyncio.Future[list[int]]:
+        """A call's answer was accepted: all of it, in one write."""
         self._answers += 1
-        completion, failure = call.completion, call.failure
-        state = CallState.FAILED if completion is None else CallState.DELIVERED
-        answered: Statement = (
+        answer, read = answered.answer, answered.recorded
+        failure = answer if isinstance(answer, Failure) else None
+        state = CallState.FAILED if read is None else CallState.DELIVERED
+        record = read.record if read is not None else b""
+        put: Statement = (
             "UPDATE calls SET state = ?, end_reason = ?, ended = ?, leases = ?, injected = ?, http_attempts = ?,"
             " answerer = ?, answer_order = ?, answer_sha256 = ?, completion = ?, failure = ?,"
             " leased = ?, sampling = ? WHERE call_id = ?",
             (
                 state.value,
                 failure.reason if failure is not None else "",
-                call.ended_at,
+                answered.at,
                 call.leases,
-                int(call.injected),
+                int(read is not None and read.injected),
                 call.http_attempts,
-                call.answerer.value if call.answerer is not None else None,
+                answered.answerer.value,
                 self._answers,
-                call.accepted_digest,
-                records.dump_extras(completion) if completion is not None else None,
+                answered.digest,
+                records.dump_extras(read.completion) if read is not None else None,
                 records.dump_failure(failure) if failure is not None else None,
                 call.leased_at,
                 records.dump_sampling(call.sampling),
@@ -254,7 +261,7 @@ class CallStore:
         # Of no call that is not there: nothing would remove it.
         graph = "INSERT INTO graphs SELECT answer_order, ? FROM calls WHERE call_id = ?"
         large: list[Statement] = [(graph, (record, call.id))] if record else []
-        return self._submit_all([answered, *large], size=len(record))
+        return self._submit_all([put, *large], size=len(record))
 
     def end_call(self, call: Call) -> asyncio.Future[list[int]]:
         """A call ended without an answer."""
@@ -312,7 +319,7 @@ class CallStore:
         """All rollouts, oldest first, without their calls."""
         rows = await self._journal.query("SELECT * FROM rollouts ORDER BY created")
         grants = await self.tokens.load()
-        return [_load_rollout(row, grants.get(row["rollout_id"], {})) for row in rows]
+        return [stored.load_rollout(row, grants.get(row["rollout_id"], {})) for row in rows]
 
     async def rollout_of(self, call_id: str) -> str | None:
         """The id of the rollout that a call belongs to; None when it is unknown."""
@@ -329,24 +336,24 @@ class CallStore:
             " LEFT JOIN graphs ON graphs.answer_order = calls.answer_order WHERE rollout_id = ? ORDER BY position",
             (rollout.id,),
         )
-        calls = [_load_call(rollout, item) for item in rows]
+        calls = [stored.load_call(rollout, item) for item in rows]
         by_id = {call.id: call for call in calls}
         answered = sorted((item for item in rows if item["graph"]), key=lambda item: int(item["answer_order"]))
-        graph = [CommitRecord.from_bytes(item["graph"]) for item in answered]
-        for index, (item, record) in enumerate(zip(answered, graph, strict=True)):
-            call = by_id[record.call_id]
+        graph = stored.readable(rollout, answered)
+        for index, (item, record) in enumerate(zip(answered, graph, strict=False)):
+            call = by_id[item["call_id"]]
             call.completion = records.completion_of(record.sampled, item["completion"])
             call.message = record.sampled.message
             call.chain_sha256, call.chain_index = record.chain, index
             count = record.keep + int(record.suffix.size)
             call.prompt = Prompt(count, record.keep, record.call_class, record.branch_id, record.parent_call_id)
-        rollout.totals = replace(_count(calls), refused=rollout.totals.refused)
+        rollout.totals = replace(stored.count(calls), refused=rollout.totals.refused)
         leases = [
             (call, item["session_id"], item["lease_id"], item["prompt_sha256"] or b"")
             for call, item in zip(calls, rows, strict=True)
             if item["session_id"] and not call.state.terminal
         ]
-        return StoredRollout(rollout, calls, graph, leases)
+        return StoredRollout(rollout, calls, graph, leases, len(answered))
 
     def _submit(self, sql: str, *params: str | float | bytes | None) -> asyncio.Future[list[int]]:
         return self._submit_all([(sql, params)], size=0)
@@ -371,75 +378,6 @@ def _report(written: asyncio.Future[list[int]]) -> None:
     # Most writes are awaited by nobody: their order is what matters. A failure must not be silent.
     if not written.cancelled() and (error := written.exception()) is not None:
         _log.error("the journal refused a write", error=repr(error))
-
-
-def _load_rollout(row: Row, grants: dict[bytes, Grant]) -> Rollout:
-    return Rollout(
-        records.load_opening(row["opening"]),
-        row["created"],
-        facts=records.load_facts(row["facts"]),
-        state=RolloutState(row["state"]),
-        closed=row["closed"],
-        close_reason=row["close_reason"],
-        exhausted_budget=row["exhausted"],
-        totals=records.load_totals(row["totals"]),
-        grants=grants,
-        paused_s=row["paused_s"],
-    )
-
-
-def _load_call(rollout: Rollout, row: Row) -> Call:
-    state = CallState(row["state"])
-    over = state.terminal
-    if not over:
-        state = CallState.QUEUED  # whoever had it is gone; a lease that may be resumed is restored by the gate
-    arrival = records.load_arrival(
-        row["arrival"],
-        body=b"" if over else row["body"] or b"",
-        body_sha256=row["body_sha256"],
-        retry_key=row["retry_key"],
-    )
-    ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    call = Call(
-        id=row["call_id"],
-        rollout=rollout,
-        index=row["position"],
-        arrival=arrival,
-        received=row["received"],
-        expires=row["expires"],
-        sampling=records.load_sampling(row["sampling"]) if row["sampling"] is not None else arrival.sampling,
-        ended=ended,
-        state=state,
-        accepted_digest=row["answer_sha256"],
-        injected=bool(row["injected"]),
-        end_reason=row["end_reason"],
-        delegated=bool(row["delegated"]),
-        min_policy_version=row["min_policy_version"],
-        answerer=Answerer(row["answerer"]) if row["answerer"] is not None else None,
-        ended_at=row["ended"],
-        leased_at=row["leased"],
-        leases=row["leases"],
-        http_attempts=row["http_attempts"],
-        told=bool(row["told"]),
-        journalled=True,
-    )
-    if row["failure"] is not None:
-        call.failure = records.load_failure(row["failure"])
-    if over:
-        ended.set_result(None)
-        if call.accepted_digest is not None:
-            call.committed = asyncio.get_running_loop().create_future()
-            call.committed.set_result([1])
-    return call
-
-
-def _count(calls: list[Call]) -> Totals:
-    totals = Totals(calls=len(calls))
-    for call in calls:
-        totals.request_bytes += call.arrival.body_bytes
-        if call.state.terminal:
-            count_ended(call, totals)
-    return totals
 
 
 def _load_key(path: Path) -> bytes:

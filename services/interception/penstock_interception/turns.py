@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TypeVar
 
 import structlog
 
 from penstock_chassis import tracing
-from penstock_chassis.errors import PenstockError
+from penstock_chassis.errors import NotFound, PenstockError
 from penstock_codec import CodecError
 from penstock_codec.chat import Sampling
 from penstock_interception.calls import (
@@ -39,17 +40,21 @@ from penstock_interception.graph import Plan
 from penstock_interception.limits import GateLimits
 from penstock_interception.ports import Recorded, Rejection
 from penstock_interception.recall import Recall
-from penstock_interception.requests import ChatRequest
+from penstock_interception.requests import ChatRequest, Spell
 from penstock_interception.sampling import with_max_tokens
+from penstock_interception.sessions import CALL_BYTES
 from penstock_interception.sources.base import Resolved, SourceError
 from penstock_interception.sources.registry import Sources
-from penstock_interception.store import CallStore, StoredRollout
+from penstock_interception.store import CallStore
+from penstock_interception.stored import StoredRollout
 
 _log = structlog.get_logger(__name__)
 
 # A fresh 8 KiB of text is about 2,000 tokens, or 2 ms: what costs less is cheaper done where it is than handed over.
 INLINE_BYTES = 8 << 10
 INLINE_TOKENS = 4096
+MAX_PROMPT_TOKENS = (CALL_BYTES - (1 << 20)) // 4
+"""What a call can carry, whatever the model's context: four bytes a token, and some room for the rest of it."""
 
 T = TypeVar("T")
 
@@ -101,7 +106,7 @@ class Turns:
             self._conversations[opening.rollout_id] = self._conversation(opening, resolved)
         try:
             return await self.gate.open(opening, facts=resolved.facts, caller_key=caller_key)
-        except PenstockError:
+        except Exception:
             if self.gate.find(opening.rollout_id) is None:
                 self._conversations.pop(opening.rollout_id, None)
             raise
@@ -117,13 +122,16 @@ class Turns:
     async def conversation(self, rollout: Rollout) -> Conversation:
         """The rollout's graph and codec, with its calls in their place; read from the journal when they were shelved.
 
-        Raises DataLoss when its records are damaged.
+        Raises NotFound ROLLOUT_UNKNOWN when it was deleted meanwhile; what Sources.codec raises.
         """
         if rollout.state is RolloutState.CLOSED:
             async with self._shelf:
+                self._check_known(rollout)
                 if rollout.shelved:
                     stored = await self.store.load(rollout)
-                    self._conversations[rollout.id] = await self._rebuild(stored)
+                    conversation = await self._rebuild(stored)
+                    self._check_known(rollout)
+                    self._conversations[rollout.id] = conversation
                     self.gate.unshelve(rollout, stored.calls)
                 self._use_closed(rollout)
         return self._conversations[rollout.id]
@@ -144,14 +152,11 @@ class Turns:
                 self.gate.restore(rollout, [])
                 rollout.shelved = True
                 continue
-            try:
-                stored = await self.store.load(rollout)
-                self._conversations[rollout.id] = await self._rebuild(stored)
-            except (PenstockError, CodecError) as error:
-                _log.error("a rollout cannot be restored", rollout_id=rollout.id, reason=error.reason)
+            stored = await self.store.load(rollout)
+            self.gate.restore(rollout, stored.calls)
+            if not await self._taken_back(stored):
                 continue
             count += 1
-            self.gate.restore(rollout, stored.calls)
             leases = {call.id: (session, lease, prompt) for call, session, lease, prompt in stored.leases}
             for call in stored.calls:
                 if not call.state.terminal:
@@ -181,6 +186,11 @@ class Turns:
             self._tasks.create_task(self._prepare_elsewhere(call, request))
         return call
 
+    def spell(self, rollout: Rollout) -> Spell | None:
+        """What tells the bytes of a rollout's tokens; None where its source tells no tokens."""
+        conversation = self._conversations.get(rollout.id)
+        return None if conversation is None else conversation.spell
+
     async def count(self, rollout: Rollout, request: ChatRequest, body_length: int) -> int:
         """How many tokens the prompt of a request would have; nothing is recorded.
 
@@ -194,7 +204,7 @@ class Turns:
         return await self.elsewhere(lambda: conversation.count(request, body_length))
 
     async def record(self, call: Call, completion: Completion, answerer: Answerer) -> Recorded:
-        """For the gate: judges an answer and adds it to the graph."""
+        """For the gate: judges an answer, once those of its rollout that came before are on disk."""
         conversation = self._conversations[call.rollout.id]
         plan = call.plan
         if plan is None:
@@ -204,7 +214,12 @@ class Turns:
             parsed = conversation.parse(plan, completion, tools)
         else:
             parsed = await self.elsewhere(lambda: conversation.parse(plan, completion, tools))
-        return conversation.record(call, completion, parsed, answerer)
+        await conversation.recording.acquire()
+        try:
+            return conversation.record(call, plan, completion, parsed, answerer)
+        except BaseException:
+            conversation.recording.release()
+            raise
 
     def forget(self, rollout: Rollout) -> None:
         """For the gate: the rollout is deleted."""
@@ -218,6 +233,11 @@ class Turns:
 
     # Private ---------------------------------------------------------------------------------------------------------
 
+    def _check_known(self, rollout: Rollout) -> None:
+        """That it was not deleted: its id may be another's by now."""
+        if self.gate.find(rollout.id) is not rollout:
+            raise NotFound("No such rollout.", reason="ROLLOUT_UNKNOWN")
+
     def _use_closed(self, rollout: Rollout) -> None:
         """Keeps the closed rollouts that were used last."""
         self._closed[rollout.id] = rollout
@@ -227,12 +247,32 @@ class Turns:
             self.gate.shelve(oldest)
             self._conversations.pop(oldest.id, None)
 
+    async def _taken_back(self, stored: StoredRollout) -> bool:
+        """Whether an open rollout can go on; one that cannot is closed, and what can be read of it stays readable."""
+        rollout, reason = stored.rollout, "JOURNAL_DAMAGED"
+        try:
+            self._conversations[rollout.id] = await self._rebuild(stored)
+        except (PenstockError, CodecError) as error:
+            reason = error.reason
+        else:
+            if not rollout.damaged:
+                return True
+        _log.error("a rollout cannot go on", rollout_id=rollout.id, reason=reason)
+        try:
+            await self.gate.close(rollout.id, reason)
+        except PenstockError as error:
+            _log.error("its end could not be recorded", rollout_id=rollout.id, reason=error.reason)
+        self._conversations.pop(rollout.id, None)
+        self.gate.shelve(rollout)
+        return False
+
     async def _rebuild(self, stored: StoredRollout) -> Conversation:
         rollout = stored.rollout
         codec = await self._sources.codec(rollout.facts)
         conversation = Conversation(
             rollout.opening, codec, vocab_size=rollout.facts.vocabulary_size, records=stored.graph
         )
+        rollout.damaged = len(conversation.graph.calls) < stored.recorded
         for call in stored.calls:  # tools are in the bodies only; one body for each set of them
             digest = call.arrival.tools_sha256
             if digest and digest not in conversation.tools:
@@ -247,28 +287,40 @@ class Turns:
         conversation = self._conversations[call.rollout.id]
         try:
             heard = self.recall.of(call.rollout.id)
-            plan = conversation.plan(request, call.arrival.agent_session, len(call.arrival.body), heard)
+            body = call.arrival.body
+            plan = conversation.plan(request, call.arrival.agent_session, len(body), heard)
+            notes = conversation.notes_on(request, body, plan)
         except Exception as error:  # noqa: BLE001 - a call that cannot be planned fails, and fails alone
             self._refuse(call, error)
         else:
+            _note(call, notes)
             self._offer(call, plan, lease)
 
     async def _prepare_elsewhere(self, call: Call, request: ChatRequest) -> None:
         conversation = self._conversations[call.rollout.id]
-        session, length = call.arrival.agent_session, len(call.arrival.body)
+        session, body = call.arrival.agent_session, call.arrival.body
         heard = self.recall.of(call.rollout.id)
+
+        def prepare() -> tuple[Plan, tuple[str, ...]]:
+            plan = conversation.plan(request, session, len(body), heard)
+            return plan, conversation.notes_on(request, body, plan)
+
         try:
-            plan = await self.elsewhere(lambda: conversation.plan(request, session, length, heard))
+            plan, notes = await self.elsewhere(prepare)
         except Exception as error:  # noqa: BLE001 - as above; in a task group it would take the service along
             self._refuse(call, error)
         else:
+            if _note(call, notes):
+                self.store.put_arrival(call)
             self._offer(call, plan, None)
 
     def _offer(self, call: Call, plan: Plan, lease: tuple[str, str, bytes] | None) -> None:
-        limit = call.rollout.facts.max_context_tokens
-        room = limit - int(plan.prompt_ids.size) if limit is not None else None
-        if room is not None and room < 1:
-            detail = f"The conversation has {plan.prompt_ids.size} tokens; the model's context is {limit}."
+        limit, size = call.rollout.facts.max_context_tokens, int(plan.prompt_ids.size)
+        room = limit - size if limit is not None else None
+        if size > MAX_PROMPT_TOKENS or (room is not None and room < 1):
+            detail = f"The conversation has {size} tokens; the model's context is {limit}."
+            if limit is None or limit > MAX_PROMPT_TOKENS:
+                detail = f"The conversation has {size} tokens; a prompt has {MAX_PROMPT_TOKENS} at most."
             call.prompt = Prompt.of(plan)  # how long it was stays known
             self.gate.fail(call, Failure("CONTEXT_EXCEEDED", detail, retriable=False))
             return
@@ -324,3 +376,11 @@ def _bounded(sampling: Sampling, room: int | None) -> Sampling:
     if room is None or (sampling.max_tokens is not None and sampling.max_tokens <= room):
         return sampling
     return with_max_tokens(sampling, room)
+
+
+def _note(call: Call, notes: Sequence[str]) -> bool:
+    """Adds what a call's record does not say yet; whether there was any."""
+    new = tuple(note for note in notes if note not in call.arrival.normalisations)
+    if new:
+        call.arrival = replace(call.arrival, normalisations=(*call.arrival.normalisations, *new))
+    return bool(new)

@@ -10,6 +10,8 @@ from penstock_interception.dispatch import Dispatcher
 from penstock_interception.sessions import Credits, Selector, View
 
 REQUESTS_KEPT = 4096
+CREDIT_BYTES = 12 << 20
+"""From so many on no further call is added: with the last one, of up to `CALL_BYTES`, they fit into one response."""
 
 
 class UnaryLeases:
@@ -39,7 +41,12 @@ class UnaryLeases:
         if before:
             return before
         session = self._dispatcher.join(
-            selector, Credits(count), identity=identity, view=view, policy_version=policy_version, lease_s=lease_s
+            selector,
+            Credits(count, CREDIT_BYTES),
+            identity=identity,
+            view=view,
+            policy_version=policy_version,
+            lease_s=lease_s,
         )
         calls: list[Call] = []
         try:

@@ -21,7 +21,6 @@ from penstock_sandbox.backends.local import runtimes
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
 from penstock_sandbox.backends.local.installer import Installer
 from penstock_sandbox.forks import Forks
-from penstock_sandbox.model import Resources
 from penstock_sandbox.policy import Limits
 from penstock_sandbox.records import MIGRATIONS, SnapshotRecords
 from penstock_sandbox.sandboxes import Sandboxes
@@ -95,9 +94,7 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
                 max_sandboxes=settings.max_sandboxes,
                 default_lease_s=settings.default_lease_s,
                 max_lease_s=settings.max_lease_s,
-                default_resources=Resources(
-                    settings.default_cpu, settings.default_memory_bytes, settings.default_pids, None
-                ),
+                default_resources=settings.default_resources,
                 allowed_upstreams=settings.allowed_upstreams,
                 max_lifetime_s=settings.max_lifetime_s,
                 owner_label=settings.owner_label,
@@ -105,6 +102,8 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
                 max_queued=settings.max_queued,
                 queue_timeout_s=settings.queue_timeout_s,
                 upstream_ca=str(settings.upstream_ca or ""),
+                min_free_bytes=settings.min_free_bytes,
+                min_free_inodes=settings.min_free_inodes,
             ),
         )
         await sandboxes.open()

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 from penstock_chassis.errors import DataLoss, InvalidArgument, ResourceExhausted, Violation
 from penstock_sandbox.backends.base import SandboxHandle
+from penstock_sandbox.backends.diffs import DEFAULT_BYTES
 from penstock_sandbox.model import FileInfo
 
 CHUNK = 256 * 1024
-DEFAULT_TREE_BYTES = 1024 * 1024 * 1024
+DEFAULT_TREE_BYTES = DEFAULT_BYTES
 # Below this a thread costs more than it takes off the event loop.
 _HASHED_AT_ONCE = 32 * 1024
 _MAX_ARCHIVE = 8 * 1024 * 1024 * 1024
@@ -34,7 +35,7 @@ def absolute(handle: SandboxHandle, path: str) -> str:
 
 async def read(
     handle: SandboxHandle, path: str, offset: int, length: int | None, *, follow_symlink: bool
-) -> AsyncIterator[FileInfo | bytes]:
+) -> AsyncGenerator[FileInfo | bytes, None]:
     """The file's metadata, its bytes from ``offset`` (at most ``length``) in chunks, then their SHA-256 digest."""
     if offset < 0 or (length is not None and length < 0):
         raise InvalidArgument(
@@ -120,14 +121,43 @@ async def write_whole(handle: SandboxHandle, path: str, content: bytes, mode: in
         await writer.commit()
 
 
-async def read_tree(handle: SandboxHandle, path: str, max_bytes: int) -> AsyncIterator[tuple[bytes, bytes]]:
+def tree_limit(asked: int | None) -> int:
+    """Most bytes of a tree or a diff, where a caller asks for as many (None: it did not say).
+
+    Raises InvalidArgument (INVALID_RANGE).
+    """
+    if asked is not None and asked < 0:
+        raise InvalidArgument(
+            "max_bytes must not be negative",
+            reason="INVALID_RANGE",
+            violations=[Violation("max_bytes", "is negative")],
+        )
+    return DEFAULT_TREE_BYTES if asked is None else asked
+
+
+async def read_tree(handle: SandboxHandle, path: str, max_bytes: int) -> AsyncGenerator[tuple[bytes, bytes], None]:
     """A tree as tar chunks, each (chunk, b""), then (b"", SHA-256 of the tar)."""
     digest = hashlib.sha256()
-    async for chunk in handle.read_tree(absolute(handle, path), max_bytes):
-        async with _beside(digest, chunk):
-            for start in range(0, len(chunk), CHUNK):
-                yield chunk[start : start + CHUNK], b""
+    async with aclosing(handle.read_tree(absolute(handle, path), max_bytes)) as chunks:
+        async for chunk in chunks:
+            async with _beside(digest, chunk):
+                for start in range(0, len(chunk), CHUNK):
+                    yield chunk[start : start + CHUNK], b""
     yield b"", digest.digest()
+
+
+async def diff(
+    handle: SandboxHandle, below: Sequence[str], max_bytes: int
+) -> AsyncGenerator[tuple[bytes, list[str], bytes], None]:
+    """A diff as tar chunks, each (chunk, [], b""), then (b"", deleted absolute paths, SHA-256 of the tar)."""
+    digest = hashlib.sha256()
+    async with aclosing(handle.diff(below, max_bytes)) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, bytes):
+                async with _beside(digest, piece):
+                    yield piece, [], b""
+            else:
+                yield b"", piece, digest.digest()
 
 
 async def write_tree(

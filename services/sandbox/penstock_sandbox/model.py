@@ -13,6 +13,9 @@ from typing import Final
 
 SNAPSHOT_LABEL: Final = "penstock/snapshot"
 """Of the sandboxes in which snapshots are made: the service's own, which no caller was told of."""
+LEAST_MEMORY_BYTES: Final = 4 * 1024 * 1024
+LEAST_PIDS: Final = 8
+"""With less of the two a sandbox does not start."""
 
 
 class State(enum.Enum):
@@ -93,6 +96,22 @@ class Sandbox:
     home: str = ""
     workdir: str = ""
     lost_reason: str = ""
+    ended_inside: bool = False
+    """Lost through what ran in it; False where that is not known."""
+
+
+ENDED_INSIDE: Final = frozenset(
+    {
+        "PROCESS_ENDED",
+        "DOOR_CLOSED",
+        "ATTENDANT_KILLED",
+        "ATTENDANT_MISBEHAVED",
+        "JOB_FAILED",
+        "TREE_SURVIVED",
+    }
+)
+"""Reasons for which a sandbox is lost through what ran in it: what it lives with ended while all else of its service's
+went on (R93). Backends give one of these only where they know that."""
 
 
 class ForkKind(enum.Enum):
@@ -125,6 +144,7 @@ class Capabilities:
     live_fork: bool = False
     open_egress: bool = False
     own_kernel: bool = False
+    system_read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +228,7 @@ class Exit:
     pipes_open: bool = False
     stdout_bytes: int = 0
     stderr_bytes: int = 0
+    ended_inside: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,14 @@ Invariants: everything here is decided from the spec and the settings alone, bef
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import re
 from dataclasses import dataclass, replace
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_sandbox.backends.base import Backend
-from penstock_sandbox.model import NetworkKind, NetworkPolicy, Resources, SandboxSpec
+from penstock_sandbox.model import LEAST_MEMORY_BYTES, LEAST_PIDS, NetworkKind, NetworkPolicy, Resources, SandboxSpec
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,127}")
 
@@ -31,6 +32,8 @@ class Limits:
     max_queued: int = 1024
     queue_timeout_s: float = 30.0
     upstream_ca: str = ""
+    min_free_bytes: int = 0
+    min_free_inodes: int = 0
 
 
 class Policy:
@@ -57,6 +60,15 @@ class Policy:
             else None,
         )
 
+    def not_held(self, backend: Backend) -> list[str]:
+        """The operator's limits that a sandbox whose spec gives none is not held to, by their fields."""
+        default, held = self.limits.default_resources, self.with_defaults(backend, Resources())
+        return [
+            field.name
+            for field in dataclasses.fields(Resources)
+            if getattr(default, field.name) is not None and getattr(held, field.name) is None
+        ]
+
     def check_values(self, spec: SandboxSpec, lease_s: float) -> None:
         """Raise InvalidArgument (INVALID_SPEC), with a violation for each field that does not hold."""
         problems = []
@@ -71,8 +83,8 @@ class Policy:
         limits = spec.resources
         for field, amount, least in (
             ("cpu", limits.cpu, 0.01),
-            ("memory_bytes", limits.memory_bytes, 4 * 1024 * 1024),
-            ("pids", limits.pids, 8),
+            ("memory_bytes", limits.memory_bytes, LEAST_MEMORY_BYTES),
+            ("pids", limits.pids, LEAST_PIDS),
             ("disk_bytes", limits.disk_bytes, 1024 * 1024),
         ):
             if amount is not None and not amount >= least:

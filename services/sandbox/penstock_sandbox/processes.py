@@ -25,7 +25,7 @@ from penstock_chassis.errors import (
     Violation,
 )
 from penstock_sandbox.backends.base import SandboxHandle, StartFailed
-from penstock_sandbox.model import Command, ProcessSpec, RunResult, Stream
+from penstock_sandbox.model import Command, Exit, ProcessSpec, RunResult, Stream
 from penstock_sandbox.running import RunningProcess
 
 _KEPT = 256
@@ -144,6 +144,24 @@ class Processes:
                 await asyncio.gather(feeding, return_exceptions=True)
         assert process.exit is not None
         return RunResult(process.exit, process.outputs[Stream.STDOUT].ends(), process.outputs[Stream.STDERR].ends())
+
+    async def kill(self, process_id: str, *, everything: bool = False) -> Exit:
+        """Kill a process and all that descends from it, or ``everything`` in the sandbox; answers once that is dead.
+
+        Raises NotFound (PROCESS_UNKNOWN), Internal (KILL_FAILED).
+        """
+        process = self.get(process_id)
+        ended = await process.kill()
+        if everything:
+            others = [other for other in self._known.values() if other is not process]
+            # By their ids first, so that each is told as killed.
+            for other in others:
+                if other.exit is None:
+                    await other.kill()
+            if not await self._handle.kill_everything():
+                for other in others:
+                    await other.kill()
+        return ended
 
     def condemn(self) -> None:
         """The sandbox is about to be deleted."""

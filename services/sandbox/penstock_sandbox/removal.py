@@ -17,7 +17,7 @@ import structlog
 from penstock_sandbox.backends.base import Backend
 from penstock_sandbox.deletion import Deletion, Pause
 from penstock_sandbox.metrics import LOST
-from penstock_sandbox.model import SNAPSHOT_LABEL, Sandbox, SandboxSpec, State
+from penstock_sandbox.model import ENDED_INSIDE, SNAPSHOT_LABEL, Sandbox, SandboxSpec, State
 from penstock_sandbox.records import Record, Records
 from penstock_sandbox.table import LiveSandbox, Table
 
@@ -121,7 +121,7 @@ class Removals:
             return
         _log.warning("sandbox lost", sandbox_id=live.view.id, reason=reason)
         LOST.labels(live.backend.name).inc()
-        live.become(state=State.LOST, lost_reason=reason)
+        live.become(state=State.LOST, lost_reason=reason, ended_inside=reason in ENDED_INSIDE)
         if live.handle is not None:
             self.release(live)
 

@@ -20,7 +20,18 @@ import structlog
 
 from penstock_chassis.errors import Aborted, FailedPrecondition, InvalidArgument
 from penstock_sandbox.backends.base import ProcessHandle, ProcessSink, RawExit
-from penstock_sandbox.model import Chunk, Exit, ExitReason, Gap, Heartbeat, Process, ProcessSpec, PtySize, Stream
+from penstock_sandbox.model import (
+    ENDED_INSIDE,
+    Chunk,
+    Exit,
+    ExitReason,
+    Gap,
+    Heartbeat,
+    Process,
+    ProcessSpec,
+    PtySize,
+    Stream,
+)
 from penstock_sandbox.output import Output
 
 _CHUNK = 256 * 1024
@@ -84,14 +95,17 @@ class RunningProcess(ProcessSink):
         self._drained = True
         self._settle()
 
-    def lost(self) -> None:
+    def lost(self, reason: str = "") -> None:
         if self._raw is not None:
             self._finish()
             return
         # Deleting a sandbox is a kill that somebody asked for; anything else nobody saw.
-        reason = self._kill_reason or ExitReason.SANDBOX_LOST
-        killed = reason is ExitReason.KILLED
-        self._decide(reason, signal_number=signal.SIGKILL if killed else None, message="" if killed else "sandbox lost")
+        exit_reason = self._kill_reason or ExitReason.SANDBOX_LOST
+        if exit_reason is ExitReason.KILLED:
+            self._decide(exit_reason, signal_number=signal.SIGKILL)
+        else:
+            message = f"sandbox lost: {reason}" if reason else "sandbox lost"
+            self._decide(exit_reason, message=message, ended_inside=reason in ENDED_INSIDE)
 
     def _settle(self) -> None:
         # While its tree is being killed the exit waits: who reads TIMED_OUT or KILLED may rely on all of it being dead.
@@ -119,6 +133,7 @@ class RunningProcess(ProcessSink):
         signal_number: int | None = None,
         message: str = "",
         raw: RawExit | None = None,
+        ended_inside: bool = False,
     ) -> None:
         if self.exit is not None:
             return
@@ -139,6 +154,7 @@ class RunningProcess(ProcessSink):
             pipes_open=bool(self._open) and raw is not None,
             stdout_bytes=out.total,
             stderr_bytes=err.total,
+            ended_inside=ended_inside,
         )
         self.stdin_open = False
         self.ended.set()

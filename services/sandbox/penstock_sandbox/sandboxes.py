@@ -45,6 +45,7 @@ from penstock_sandbox.records import Record, Records
 from penstock_sandbox.removal import Removals
 from penstock_sandbox.requests import Requests, give_up
 from penstock_sandbox.table import LiveSandbox, Table
+from penstock_sandbox.watermark import Watermark
 
 _log = structlog.get_logger(__name__)
 
@@ -88,6 +89,7 @@ class Sandboxes:
         self._admission = Admission(
             limits.max_sandboxes, limits.max_sandboxes_per_owner, limits.max_queued, limits.queue_timeout_s
         )
+        self._watermark = Watermark(spool, limits.min_free_bytes, limits.min_free_inodes)
         self.bases = Bases(pause)
         self.table = Table()
         self._removals = Removals(self.table, self._records, pause)
@@ -99,6 +101,9 @@ class Sandboxes:
         """Have the backends remove what an earlier instance left, which is LOST, and start the reaper."""
         await self._removals.open(self._backends, self._clock() + self._limits.default_lease_s)
         self._leases.open()
+        default = self._backends[self._default]
+        if default.available and (missing := self._policy.not_held(default)):
+            _log.warning("sandboxes are held to no default limit", backend=default.name, resources=missing)
 
     async def drain(self) -> None:
         """Make no more sandboxes and delete all: their watchers see the end before the server stops."""
@@ -124,7 +129,7 @@ class Sandboxes:
 
         Raises AlreadyExists (REQUEST_ID_REUSED), FailedPrecondition (CAPABILITY_MISSING, UPSTREAM_NOT_ALLOWED,
         BACKEND_UNAVAILABLE), NotFound (SNAPSHOT_UNKNOWN, TOOLBOX_UNKNOWN), ResourceExhausted (SANDBOX_LIMIT,
-        OWNER_LIMIT), Aborted (DELETED_MEANWHILE).
+        OWNER_LIMIT, DISK_LOW), Aborted (DELETED_MEANWHILE).
         """
         owner = None if shared else spec.labels.get(self._limits.owner_label, "")
         live = await self._requests.join(request_id, spec, lambda: self._make(*self.applied(spec), owner, wait_s))
@@ -179,6 +184,7 @@ class Sandboxes:
                     raise unknown(spec.snapshot_id)
             holds.callback(await self._admission.place(owner, wait_s))
             async with self._admission.making(backend.name, backend.creates_at_once, owner):
+                self._watermark.check()
                 with _counted(backend.name, fork=bool(spec.snapshot_id)):
                     return await self._make_in_place(backend, spec, mounted, holds)
 

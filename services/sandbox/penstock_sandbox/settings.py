@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from penstock_chassis.settings import ServiceSettings, refuse_blank
+from penstock_sandbox.model import LEAST_MEMORY_BYTES, LEAST_PIDS, Resources
 
 
 class SandboxSettings(ServiceSettings):
@@ -56,11 +57,25 @@ class SandboxSettings(ServiceSettings):
     default_cpu: float | None = Field(
         None, gt=0, description="cores for a sandbox that asks for none; unset = no limit"
     )
-    default_memory_bytes: int | None = Field(
-        None, ge=4 * 1024 * 1024, description="memory for a sandbox that asks for none; unset = no limit"
+    default_memory_bytes: int = Field(
+        4 * 1024**3,
+        ge=0,
+        description="memory, /tmp and /dev/shm included, for a sandbox that asks for none, where that can be limited; "
+        "at least 4 MiB, 0 = no limit",
     )
-    default_pids: int | None = Field(
-        1024, ge=8, description="processes and threads for a sandbox that asks for none, where that can be limited"
+    default_pids: int = Field(
+        1024,
+        ge=0,
+        description="processes and threads for a sandbox that asks for none, where that can be limited; at least 8, "
+        "0 = no limit",
+    )
+    min_free_bytes: int = Field(
+        1024**3,
+        ge=0,
+        description="bytes that must be free where this service keeps its state for a sandbox to be made",
+    )
+    min_free_inodes: int = Field(
+        10_000, ge=0, description="inodes that must be free there, where the filesystem has a fixed number"
     )
     tmp_bytes: int = Field(1024**3, ge=1024**2, description="size of /tmp and of /dev/shm in a sandbox (memory)")
     first_uid: int = Field(
@@ -150,6 +165,14 @@ class SandboxSettings(ServiceSettings):
     def _not_blank(cls, value: SecretStr | None) -> SecretStr | None:
         return refuse_blank(value)
 
+    @field_validator("default_memory_bytes", "default_pids")
+    @classmethod
+    def _none_or_enough(cls, value: int, info: ValidationInfo) -> int:
+        least = {"default_memory_bytes": LEAST_MEMORY_BYTES, "default_pids": LEAST_PIDS}[str(info.field_name)]
+        if 0 < value < least:
+            raise ValueError(f"must be at least {least}, or 0 for no limit")
+        return value
+
     @field_validator("extra_read_only")
     @classmethod
     def _absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -157,3 +180,8 @@ class SandboxSettings(ServiceSettings):
             if not path.is_absolute() or path == Path("/"):
                 raise ValueError("each path must be absolute and not the root")
         return value
+
+    @property
+    def default_resources(self) -> Resources:
+        """Limits of a sandbox whose spec gives none."""
+        return Resources(self.default_cpu, self.default_memory_bytes or None, self.default_pids or None, None)

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 
 from penstock_chassis.errors import FailedPrecondition, NotFound
 from penstock_sandbox.backends.base import Backend, SandboxHandle
+from penstock_sandbox.backends.refusals import sandbox_lost
 from penstock_sandbox.deletion import Deletion
 from penstock_sandbox.model import Sandbox, State
 from penstock_sandbox.processes import Processes
@@ -49,11 +50,7 @@ class LiveSandbox:
     def check_lives(self) -> None:
         """Raise FailedPrecondition (SANDBOX_LOST) when it is lost, NotFound when it was deleted meanwhile."""
         if self.view.state is State.LOST:
-            raise FailedPrecondition(
-                f"the sandbox is lost: {self.view.lost_reason}",
-                reason="SANDBOX_LOST",
-                metadata={"sandbox_id": self.view.id, "lost_reason": self.view.lost_reason},
-            )
+            raise sandbox_lost(self.view.lost_reason, self.view.id)
         if self.view.state is State.DELETED:
             raise _unknown(self.view.id)
 

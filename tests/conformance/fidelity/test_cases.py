@@ -16,7 +16,12 @@ from penstock_codec.chat import Message
 from penstock_interception.conformance.cases import CASES, MORE, START, TEXT, Case, Result, Setting, Verdict, run_case
 from penstock_interception.conformance.dialects import DIALECTS
 
-PARSERS = {"llama3_bare": "llama3", "mistral_v3": "mistral", **dict.fromkeys(("chatml", "qwen3"), "hermes")}
+PARSERS = {
+    "llama3_bare": "llama3",
+    "llama4": "llama3",
+    "mistral_v3": "mistral",
+    **dict.fromkeys(("chatml", "qwen3"), "hermes"),
+}
 NAMED = ("shows_call_ids", "system_first", "strips_old_reasoning")  # no family's: the parser is said
 
 
@@ -33,7 +38,11 @@ def test_every_case_holds(codecs: Mapping[str, Codec], family: str, dialect: str
     """R82, R84, R85: exact, or a branch with its label where the history was really changed."""
     codec = codecs[family]
     assert codec.parser == ("hermes" if family in NAMED else PARSERS.get(family, family))
-    assert run_case(case, Setting.of(codec, DIALECTS[dialect])) == Result(case.expects)
+    result = run_case(case, Setting.of(codec, DIALECTS[dialect]))
+    if family == "granite" and case.name == "as_written":
+        assert result == Result(Verdict.NOT_APPLICABLE, "the template writes no calls")
+    else:
+        assert result == Result(case.expects)
 
 
 @pytest.mark.parametrize("dialect", sorted(DIALECTS))

@@ -403,25 +403,28 @@ async def test_a_state_directory_that_is_named_is_the_one_that_is_used(
     assert code == 1 and "logs in" not in err, err
 
 
-async def test_up_whose_service_is_killed_says_which_and_what_to_do(tmp_path: Path) -> None:
-    """One line, without the log of somebody who had no time to say why."""
-    up = await start("up", "--free-ports", "--state-dir", str(tmp_path / "state"))
+async def test_up_starts_a_service_that_was_killed_again_and_reports_it(tmp_path: Path) -> None:
+    """R97: a line when it died, a line when it is back; `doctor --live` knows."""
+    state = str(tmp_path / "state")
+    up = await start("up", "--free-ports", "--state-dir", state)
     assert up.stdout is not None and up.stderr is not None
     async for line in up.stdout:
         if line.startswith(b"ingress"):
             break
     (pid,) = _children(up.pid, "penstock_sandbox")
     os.kill(pid, signal.SIGKILL)
-    rest = (await up.stderr.read()).decode()
-    assert await up.wait() == 3
-    told = rest.strip().splitlines()[-1]
-    for said in (
-        "The sandbox service was killed by SIGKILL",
-        "All services are stopped; start them again",
-        "sandbox.log",
-    ):
-        assert said in told, rest
-    assert '"event"' not in rest
+    said = []
+    async for line in up.stderr:
+        said.append(line.decode())
+        if "is back" in said[-1]:
+            break
+    (death,) = [line for line in said if "was killed by SIGKILL" in line]
+    assert death.startswith("The sandbox service was killed by SIGKILL")
+    assert "sandbox.log" in death and "started again in 0.5 s (restart 1 of at most 5 in 10 minutes)" in death
+    code, out, _ = await penstock("doctor", "--live", "--state-dir", state)
+    assert code == 0 and "SERVICE_RESTARTED" in out
+    up.terminate()
+    assert await up.wait() == 0
 
 
 def _children(pid: int, module: str) -> list[int]:

@@ -32,7 +32,7 @@ async def test_a_person_steps_through_a_rollout_forward_and_back(
     async with ptys.penstock("replay", rollout, environment=connection, cwd=tmp_path, lines=40) as terminal:
         await terminal.shows(rollout, "1 of", "task", "copy-note", "reward 0.75", "running")
         terminal.press(b"G")
-        await terminal.shows("end", "graded in the agent's sandbox: 1 of 1 command")
+        await terminal.shows("end", "graded in a fresh fork: 1 of 1 command")
         terminal.press(b"g")
         await terminal.shows("1 of", "overview")
         for number in range(2, 30):

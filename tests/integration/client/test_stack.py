@@ -12,6 +12,7 @@ import pytest
 
 from penstock.client import ConfigurationError, Endpoints, Penstock, connect
 from penstock.client.stack import LocalStack, StackFailed, UpstreamEndpoint
+from penstock.client.supervision import Deaths, ServiceRestart
 
 SECRET = "sk-test '$(leak)"
 
@@ -61,17 +62,103 @@ async def the_whole_is_there(ps: Penstock) -> None:
     assert [agent.name async for agent in ps.agents.list()]
 
 
-async def test_a_service_that_dies_ends_the_block_with_its_name_and_the_end_of_its_log(tmp_path: Path) -> None:
-    """A stack is whole or over, and says why."""
-    with pytest.raises(
-        StackFailed, match=r"sandbox service was killed by SIGKILL.*All services are stopped.*Its log is"
+def process_of(stack: LocalStack, service: str) -> int:
+    """The process id of a service."""
+    (item,) = [item for item in stack._processes if item.name == service]
+    return item.process.pid
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that died is started again without a pause."""
+    monkeypatch.setattr("penstock.client.supervision.FIRST_PAUSE_S", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_service_that_dies_is_started_again_where_it_was_and_the_others_go_on(tmp_path: Path) -> None:
+    """R97: same address, same token, no other service ends; the caller and `GetStatus` learn of it."""
+    seen: asyncio.Queue[ServiceRestart] = asyncio.Queue()
+    async with (
+        LocalStack(state_dir=tmp_path / "state", on_restart=seen.put_nowait) as stack,
+        connect(stack.endpoints) as ps,
     ):
-        async with LocalStack(state_dir=tmp_path / "state") as stack:
-            (sandbox,) = [item for item in stack._processes if item.name == "sandbox"]
-            os.kill(sandbox.process.pid, signal.SIGKILL)
+        before = {name: (stack.address(name), process_of(stack, name)) for name in stack.services}
+        os.kill(before["sandbox"][1], signal.SIGKILL)
+        death, back = await seen.get(), await seen.get()
+        assert (death.service, death.number, death.limit, death.ready) == ("sandbox", 1, 5, False)
+        assert "The sandbox service was killed by SIGKILL" in str(death) and "sandbox.log" in str(death)
+        assert (back.service, back.ready) == ("sandbox", True)
+        assert {name: stack.address(name) for name in stack.services} == {name: at for name, (at, _) in before.items()}
+        after = {name: process_of(stack, name) for name in stack.services}
+        assert [name for name, pid in after.items() if pid != before[name][1]] == ["sandbox"]
+        async with await ps.sandboxes.create() as sandbox:
+            assert (await sandbox.run(["echo", "again"])).stdout == b"again\n"
+        (trouble,) = [item for item in (await ps.operations.status("sandbox")).troubles if "RESTART" in item.reason]
+        assert trouble.reason == "SERVICE_RESTARTED" and not trouble.grave
+        assert "once" in trouble.message and "killed by SIGKILL" in trouble.message
+    assert not any(map(alive, after.values()))
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_service_that_dies_too_often_ends_the_block_with_its_name_and_the_number(tmp_path: Path) -> None:
+    """R97: the number of restarts is bounded; nothing stays behind."""
+    restarts: list[ServiceRestart] = []
+    pids: list[int] = []
+
+    def kill_again(restart: ServiceRestart) -> None:
+        restarts.append(restart)
+        if restart.ready:
+            pids.append(process_of(stack, "driver"))
+            os.kill(pids[-1], signal.SIGKILL)
+
+    stack = LocalStack(state_dir=tmp_path / "state", max_restarts=2, on_restart=kill_again)
+    with pytest.raises(StackFailed, match=r"driver service was killed by SIGKILL.*died 3 times.*All services are st"):
+        async with stack:
+            pids += [process_of(stack, name) for name in stack.services]
+            os.kill(process_of(stack, "driver"), signal.SIGKILL)
+            await stack.wait()
+    assert [(item.number, item.ready) for item in restarts] == [(1, False), (1, True), (2, False), (2, True)]
+    assert not any(map(alive, pids))
+    task = asyncio.current_task()
+    assert task is not None and task.cancelling() == 0
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_service_that_cannot_start_again_ends_the_block_with_what_it_said(tmp_path: Path) -> None:
+    """R97: a start that fails counts as a death."""
+    state = tmp_path / "state"
+
+    def spoil(_: ServiceRestart) -> None:
+        (state / "driver" / "driver.db").write_bytes(b"no database" * 1000)
+
+    with pytest.raises(StackFailed, match=r"died 3 times"):
+        async with LocalStack(state_dir=state, max_restarts=2, on_restart=spoil) as stack:
+            os.kill(process_of(stack, "driver"), signal.SIGKILL)
+            await stack.wait()
+
+
+async def test_without_restarts_a_service_that_dies_ends_the_block_with_its_name_and_the_end_of_its_log(
+    tmp_path: Path,
+) -> None:
+    """R97: the caller's choice."""
+    with pytest.raises(
+        StackFailed, match=r"sandbox service was killed by SIGKILL.*Its log is.*All services are stopped"
+    ):
+        async with LocalStack(state_dir=tmp_path / "state", max_restarts=0) as stack:
+            os.kill(process_of(stack, "sandbox"), signal.SIGKILL)
             await stack.wait()
     task = asyncio.current_task()
     assert task is not None and task.cancelling() == 0
+
+
+def test_pauses_double_to_a_limit_and_old_deaths_are_forgotten() -> None:
+    """R97: bounded tries in a window of ten minutes."""
+    now = 0.0
+    deaths = Deaths(3, clock=lambda: now)
+    assert [deaths.pause() for _ in range(4)] == [0.5, 1.0, 2.0, None]
+    now = 601.0
+    assert deaths.pause() == 0.5
+    assert (deaths.total, deaths.recent) == (5, 1)
 
 
 async def test_a_service_that_does_not_stop_is_killed_and_that_is_told(

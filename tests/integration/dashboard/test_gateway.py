@@ -25,6 +25,7 @@ import penstock.driver.v1.rollout_service_pb2
 import penstock.inference.v1.inference_service_pb2
 import penstock.interception.v1.intercept_service_pb2
 import penstock.interception.v1.rollout_gate_service_pb2
+import penstock.ops.v1.operations_service_pb2
 import penstock.sandbox.v1.sandbox_service_pb2
 from penstock.cli.main import app
 from penstock.client.endpoints import SERVICES, Endpoints, Tls
@@ -33,6 +34,7 @@ from penstock.dashboard.framing import BadFrame, data_frame, message_of, timeout
 from penstock.dashboard.gateway import Bounds
 from penstock.dashboard.methods import ALLOWED
 from penstock.dashboard.serving import Dashboard, Place, serve
+from penstock_chassis.operations import ROLES as OPERATIONS_ROLES
 from penstock_driver.app import ROLES as DRIVER_ROLES
 from penstock_inference.service import ROLES as INFERENCE_ROLES
 from penstock_interception.app import ROLES as GATE_ROLES
@@ -72,6 +74,8 @@ class Backend(grpc.GenericRpcHandler):
                     yield message
 
             return grpc.unary_stream_rpc_method_handler(answers)
+        if method.endswith("/GetStatus") and unary is not None:
+            return grpc.unary_unary_rpc_method_handler(unary)
         return None
 
 
@@ -203,6 +207,26 @@ async def test_a_stream_is_passed_on_message_by_message(tmp_path: Path) -> None:
         go_on.set()
         messages, trailers = frames_of(await response.read())
     assert (messages, trailers["grpc-status"]) == ([b"second"], "0")
+
+
+async def test_a_page_asks_each_service_for_its_status_by_a_header(tmp_path: Path) -> None:
+    """R97: all services serve the same method; one that is not there, or has no such name, is refused."""
+
+    async def status(_request: bytes, _context: Any) -> bytes:
+        return b"fine"
+
+    method = "penstock.ops.v1.OperationsService/GetStatus"
+    async with world(tmp_path, Backend(unary=status)) as w:
+        for service in ("driver", "sandbox", "interception"):
+            messages, trailers = await w.call(method, penstock_service=service)
+            assert (messages, trailers["grpc-status"]) == ([b"fine"], "0")
+        for service, reason in (
+            ("inference", "SERVICE_ABSENT"),
+            ("elsewhere", "GRPC_WEB_MALFORMED"),
+            ("", "GRPC_WEB_MALFORMED"),
+        ):
+            _, trailers = await w.call(method, penstock_service=service)
+            assert status_of(trailers)[1] == reason
 
 
 async def test_a_page_that_goes_cancels_its_call(tmp_path: Path) -> None:
@@ -493,6 +517,7 @@ def test_what_the_page_may_call_exists_and_streams_as_the_protos_say() -> None:
         penstock.inference.v1.inference_service_pb2,
         penstock.interception.v1.intercept_service_pb2,
         penstock.interception.v1.rollout_gate_service_pb2,
+        penstock.ops.v1.operations_service_pb2,
         penstock.sandbox.v1.sandbox_service_pb2,
     ]
     known = {
@@ -504,12 +529,12 @@ def test_what_the_page_may_call_exists_and_streams_as_the_protos_say() -> None:
     for name, method in ALLOWED.items():
         assert known[name].server_streaming == method.streaming, name
         assert not known[name].client_streaming, name
-        assert name.startswith(f"penstock.{method.service}.v1.")
+        assert name.startswith(f"penstock.{method.service or 'ops'}.v1.")
 
 
 def test_an_observers_token_shows_all_that_a_page_reads_and_starts_nothing() -> None:
     """R5: the page reads only what its token allows, and a role that only reads is enough to look at everything."""
-    roles = {**DRIVER_ROLES, **GATE_ROLES, **SANDBOX_ROLES, **INFERENCE_ROLES}
+    roles = {**OPERATIONS_ROLES, **DRIVER_ROLES, **GATE_ROLES, **SANDBOX_ROLES, **INFERENCE_ROLES}
 
     def may_observe(name: str) -> bool:
         return "observer" in roles.get(name, roles.get(name.partition("/")[0], ()))

@@ -57,12 +57,15 @@ COMMANDS: Final[Mapping[str, str]] = {
     "real agent; tests/e2e/test_agents.py runs it with a script",
     "penstock eval show runs/evals/first": "of that evaluation",
     "penstock eval report runs/evals/first": "of that evaluation",
+    "penstock doctor --attack --class": "tens of rollouts; tests/security/test_redteam.py runs every attack",
+    "penstock doctor --attack --only": "likewise; tests/integration/client/test_doctor_attack.py runs two",
     "penstock gap turns.jsonl --adapter": "wants adapters, which vLLM has: tests/integration/vllm",
     "penstock eval run examples/grpo/task.yaml": "starts services of its own with the model that the demo trained",
 }
 """Commands of `penstock` that are not run, by how they begin."""
 
 BLOCKS: Final[Mapping[str, str]] = {
+    'select(classes=["survive"])': "tens of rollouts on Docker; tests/security/test_redteam.py runs every attack",
     "GenericEnvClient(base_url=ADDRESS": "the `openenv` package has its own environment: tests/integration/openenv",
     "MCPToolClient(base_url=ADDRESS": "the `openenv` package has an environment of its own: tests/integration/openenv",
     "HarnessRolloutWorker(": "wants TRL and torch: tests/integration/trl runs the real worker (`make test-trl`)",

@@ -185,6 +185,7 @@ async def test_bad_input_is_refused_by_field_before_anything_starts(penstock: Pe
     grading = Verifier(
         commands=[Command(shell="true")],
         restore=["tests/**", "**", "../x"],
+        fresh_fork=False,
         changes_below=["/"],
         component_ranges={"a": (1.0, 0.0)},
     )

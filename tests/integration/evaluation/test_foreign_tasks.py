@@ -132,6 +132,7 @@ async def test_a_reward_that_graded_code_wrote_before_it_killed_its_grader_is_no
     forger = (
         "import glob, os, signal\n"
         "for pid in filter(str.isdigit, os.listdir('/proc')):\n"
+        "    grader = False\n"
         "    try:\n"
         "        grader = b'swe_grade' in open(f'/proc/{pid}/cmdline', 'rb').read()\n"
         "        if grader: assert b'PENSTOCK' not in open(f'/proc/{pid}/environ', 'rb').read()\n"

@@ -313,3 +313,22 @@ async def test_the_watch_tells_each_change_in_order_and_resumes(service: Any) ->
     events = [event async for event in service.gate.WatchCalls(watching)]
     assert [event.WhichOneof("event") for event in events] == ["started", "changed", "closed"]
     assert events[1].changed.call.state == trajectory_pb2.CALL_STATE_DELIVERED
+
+
+async def test_a_header_that_is_not_utf8_is_refused_and_makes_no_call(service: Any) -> None:
+    """R34, R146: B2. Neither the journal nor a trainer's message can hold it."""
+    rollout = await service.open()
+    body = b'{"model":"m","messages":[{"role":"user","content":"list"}]}'
+    host, port = service.ingress.rsplit(":", 1)
+    path = rollout.base_url.removeprefix(f"http://{service.ingress}")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        f"POST {path}/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {rollout.token}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n".encode()
+        + b"idempotency-key: \xff\xfe\r\n\r\n"
+        + body
+    )
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 400") and b"invalid_header" in answer
+    assert not (await service.capture(rollout.rollout_id)).calls

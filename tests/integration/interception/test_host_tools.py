@@ -648,6 +648,13 @@ async def test_what_is_no_request_of_mcp_gets_its_error(service: Any) -> None:
         (b"{", {}, 400, -32700),
         (b"[" * 5000, {}, 400, -32700),
         (b"", {}, 400, -32700),
+        (ping, {"origin": "http://["}, 403, -32600),
+        ({**ping, "id": "x\x00"}, {}, 200, None),
+        ({**ping, "id": 2**64}, {}, 400, -32600),
+        (b'{"jsonrpc": "2.0", "id": 1, "method": "ping", "method": "tools/list"}', {}, 400, -32600),
+        (b'{"jsonrpc":"2.0","id":1,"method":"ping","params":{"a":1,"b":{"c":1,"\\u0063":2}}}', {}, 400, -32600),
+        (b'{"jsonrpc":"2.0","id":1,"method":"ping","params":{"a":' + b"[" * 400 + b"]" * 400 + b"}}", {}, 400, -32600),
+        (b'{"jsonrpc":"2.0","id":"\\ud800","method":"ping"}', {}, 400, -32700),
     ):
         seen, told, _ = await post(url, rollout.token, message, headers=headers)
         assert seen == status, (message, told)
@@ -707,3 +714,22 @@ async def test_a_transparent_rollout_has_tools_too(service: Any) -> None:
         [call] = await tool_calls(trainer)
         await answer(trainer, result(call, {"text": "ok"}))
         assert text_of((await asking)[1]["result"]) == "ok"
+
+
+async def test_a_small_call_that_takes_much_checking_holds_up_nobody(service: Any) -> None:
+    """R4, R13, R15, R145: what takes more than a few steps is checked in a thread, and given up in words."""
+    branches = {"anyOf": [*[{"type": "integer"}] * 900, {"type": "array"}]}
+    wide = {"type": "object", "properties": {"a": {"type": "array", "items": branches}}}
+    trainer = await service.trainer()
+    await register(service, trainer, lookup(schema=wide))
+    rollout = await service.open()
+    async with connected(url_of(service, rollout), rollout.token) as agent:
+        arguments: list[list[Any]] = [[None], [[]] * 300]
+        few, many = [await agent.call_tool("lookup", {"a": items}) for items in arguments]
+        assert "$.a[0]: None is not valid under any" in text_of(few)
+        assert "the arguments are too complex to be checked" in text_of(many)
+        assert few.is_error and many.is_error
+        asking = asyncio.create_task(agent.call_tool("lookup", {"a": [1]}))
+        [call] = await tool_calls(trainer)
+        await answer(trainer, result(call, {"text": "ok"}))
+        assert text_of(await asking) == "ok"

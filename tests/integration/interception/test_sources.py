@@ -291,7 +291,7 @@ async def test_an_upstream_that_tells_tokens_is_captured_exactly(service: Any) -
         value = said("one")
         value["prompt_token_ids"] = prompts[(len(body["messages"]) - 1) // 2]
         value["choices"][0]["token_ids"] = [10, 11]
-        value["choices"][0]["logprobs"] = {"content": [{"token": "x", "logprob": -0.25}] * 2}
+        value["choices"][0]["logprobs"] = {"content": [{"token": "x", "logprob": number} for number in (-0.25, 1.2e-7)]}
         return value
 
     async with upstream(answer, owner="vllm") as (url, _):

@@ -48,7 +48,7 @@ class Heard(ProcessSink):
         self.exit = exit
         self.changed.set()
 
-    def lost(self) -> None:
+    def lost(self, reason: str = "") -> None:
         assert not self.was_lost, "lost once"
         self.was_lost = True
         self.changed.set()

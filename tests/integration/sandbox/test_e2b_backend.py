@@ -6,6 +6,7 @@ Everything goes through the unmodified SDK to the stand-in (`tests/support/e2b_c
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 import sys
 from collections.abc import AsyncIterator
@@ -25,7 +26,9 @@ from tests.conformance.sandbox.test_pause import pause, resume
 from tests.conformance.sandbox.test_sandboxes import fork, prepare
 from tests.conformance.sandbox.test_toolboxes import prepare as prepare_toolbox
 from tests.conformance.sandbox.test_toolboxes import script
+from tests.support.docker_backend import run as in_sandbox
 from tests.support.e2b_cloud.running import StandIn, stand_in
+from tests.support.hoppers import kill_each_chain
 from tests.support.waiting import eventually_async
 
 from penstock.sandbox.v1 import process_service_pb2 as ps
@@ -397,6 +400,18 @@ async def _backend(cloud: StandIn, state: Path, key: str = "", **more: Any) -> A
         yield backend
     finally:
         await backend.aclose()
+
+
+async def test_neither_forks_outlive_a_kill_nor_sockets_leave_the_machine_by_vsock(tmp_path: Path) -> None:
+    """R91, R92: chains of every kind; vsock refused as the socket is asked for."""
+    async with stand_in() as cloud, _backend(cloud, tmp_path) as backend:
+        handle = await backend.create(f"sb-{secrets.token_hex(16)}", SandboxSpec(), (), lambda _: None)
+        try:
+            await kill_each_chain(handle, (1,))
+            vsock = "import socket\ntry: socket.socket(40)\nexcept OSError as error: print(error.errno)"
+            assert await in_sandbox(handle, "python3", "-c", vsock) == (0, f"{errno.EAFNOSUPPORT}\n")
+        finally:
+            await handle.destroy()
 
 
 async def test_without_the_sdk_or_a_key_it_says_what_to_install_or_set(

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import secrets
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from tests.support import dockerd
 from tests.support.docker_backend import backend, create, run
+from tests.support.hoppers import kill_each_chain
 
-from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument
 from penstock_sandbox.backends.base import SandboxHandle
 from penstock_sandbox.backends.collected import Collected
 from penstock_sandbox.backends.docker import remnants
-from penstock_sandbox.model import Resources, SandboxSpec
+from penstock_sandbox.model import ENDED_INSIDE, Resources, SandboxSpec
 
 pytestmark = pytest.mark.asyncio
 
@@ -94,6 +97,19 @@ async def test_an_agent_reaches_neither_the_machines_kernel_nor_what_serves_it(t
         )
 
 
+async def test_an_agent_that_runs_as_nobody_reaches_no_more_than_another(tmp_path: Path) -> None:
+    """R91, R92: the first process and what serves have users of their own here too; vsock is refused when asked for."""
+    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
+        handle = await create(opened, user="nobody")
+        assert await run(handle, "id", "-u") == (0, "65534\n")
+        assert await run(handle, "python3", "-c", ATTACK) == (0, "tried 1\n")
+        vsock = "import socket\ntry: socket.socket(40)\nexcept OSError as error: print(error.errno)"
+        assert await run(handle, "python3", "-c", vsock) == (0, f"{errno.EAFNOSUPPORT}\n")
+        for reserved in ("65531", "65533"):
+            with pytest.raises(InvalidArgument, match="Penstock's own"):
+                await create(opened, user=reserved)
+
+
 async def test_an_image_without_python_or_bash_serves_as_well(tmp_path: Path) -> None:
     """R53, R45: what the attendant runs on is brought in, and cannot be changed."""
     async with backend(tmp_path, "auto", runtime=dockerd.GVISOR, image=dockerd.TINY) as opened:
@@ -125,6 +141,13 @@ async def test_daemons_are_killed_with_their_process_and_with_no_other(tmp_path:
         await second.aclose()
 
 
+async def test_no_chain_of_forks_outlives_the_kill_of_its_tree_on_gvisor(tmp_path: Path) -> None:
+    """R91: without subreapers a tree is all that has its group, and who cannot be looked at may be one of it."""
+    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
+        handle = await create(opened, resources=Resources(pids=64))
+        await kill_each_chain(handle, (1, 4))
+
+
 async def _until_sleeping(handle: SandboxHandle, count: int) -> None:
     for _ in range(200):
         if (await run(handle, "pgrep", "-cx", "sleep"))[1].split() == [str(count)]:
@@ -133,13 +156,16 @@ async def _until_sleeping(handle: SandboxHandle, count: int) -> None:
 
 
 async def test_a_sandbox_over_the_operators_memory_is_lost_and_others_live(tmp_path: Path) -> None:
-    """R55, R43: memory is held to no limit of a spec's, which is refused, but to the operator's, with the sandbox."""
+    """R55, R43, R93: held to no limit of a spec's, which is refused, but to the operator's; it is the agent's end."""
     async with backend(tmp_path, "auto", runtime=dockerd.GVISOR, memory_bytes=384 << 20) as opened:
         assert opened.available, opened.unavailable_reason
         with pytest.raises(FailedPrecondition, match="limit_memory"):
             opened.refuse_unsupported(SandboxSpec(resources=Resources(memory_bytes=1 << 28)))
-        greedy, other = await create(opened), await create(opened)
+        reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        greedy = await opened.create(f"sb-{secrets.token_hex(16)}", SandboxSpec(), (), reason.set_result)
+        other = await create(opened)
         assert await run(greedy, "python3", "-c", "x = bytearray(1 << 30)") == (None, "")
+        assert await reason in ENDED_INSIDE
         assert await run(other, "echo", "alive") == (0, "alive\n")
 
 

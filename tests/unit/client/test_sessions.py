@@ -398,14 +398,33 @@ async def test_a_pause_that_ran_out_is_not_wanted_any_more(fakes: Fakes, ps: Pen
     assert seen == ["policy"]
 
 
-async def test_a_gate_that_cannot_be_reached_is_an_error_at_once_that_says_what_to_do() -> None:
-    """R27: a service that is not reachable is a clear error."""
+async def test_a_gate_that_is_away_is_waited_for_when_a_session_is_opened(fakes: Fakes, ps: Penstock) -> None:
+    """R24: a trainer that is started before the gate, or while it restarts, needs no loop of its own; also where the
+    gate's core drops the call without a word, as it does with everybody's under a flood (R148)."""
+
+    async def away(stream: Gate) -> None:
+        await stream.fail(Refusal(grpc.StatusCode.UNAVAILABLE))
+
+    async def drops(stream: Gate) -> None:
+        await stream.fail(Refusal(grpc.StatusCode.CANCELLED, message=""))
+
+    async def serves(stream: Gate) -> None:
+        await stream.hello()
+        await stream.goodbye()
+
+    fakes.converse(away, drops, serves)
+    async with ps.intercept() as session:
+        assert session.session_id == "s1"
+
+
+async def test_a_gate_that_stays_away_is_an_error_that_says_what_to_do() -> None:
+    """R27: the wait is bounded, and a service that is not reachable is a clear error."""
     from penstock.client import connect
 
     target = {"interception": "127.0.0.1:1"}
     async with connect(target) as ps:
         with pytest.raises(Unavailable, match="penstock up"):
-            async with ps.intercept():
+            async with ps.intercept(reconnect_timeout=0.0):
                 raise AssertionError("entered without a gate")
 
 

@@ -74,7 +74,7 @@ metadata: {level: 3}
         ("instruction: x\nenv: {A: 1}", "env.A", "must be text: put it in quotes"),
         ("instruction_file: absent.md", "instruction_file", "absent.md"),
         ("- x", "task", "must be a mapping"),
-        ("a: [", "my task.yaml", "line 1"),
+        ("a: [", "my task.yaml", "line 2"),
         ("instruction: x\ntask_id: a/b", "task_id", "pattern"),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_task_that_does_not_hold_is_refused_with_the_field_and_the_reason(
         ("verifier: {commands: [a], reward: best}", "verifier.reward", "must be 'file' or 'passed_share'"),
         ("verifier: {commands: [a], range: [1, 0]}", "verifier.range", "the lowest first"),
         ("verifier: {commands: [a], restore: ['**']}", "verifier.restore.0", "everything back"),
-        ("verifier: {commands: [a], changes_below: [a]}", "verifier.changes_below", "fresh_fork"),
+        ("verifier: {commands: [a], fresh_fork: false, changes_below: [a]}", "verifier.changes_below", "fresh_fork"),
         ("verifier: {commands: [a], component_ranges: {a: [0, 1]}}", "verifier.component_ranges", "reward: file"),
     ],
 )

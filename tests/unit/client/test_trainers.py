@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.client.trajectory_cases import failed, groups, sample, trajector
 from penstock.client import InvalidArgument
 from penstock.client.results import FailureCause, RolloutResult
 from penstock.client.trajectories import Trajectory
-from penstock.trainers import DropReason, Selection, openrlhf, prime_rl, select, skyrl, slime, trl, verl
+from penstock.trainers import Dropped, DropReason, Place, Selection, openrlhf, prime_rl, select, skyrl, slime, trl, verl
 
 PAD = 7
 Token = tuple[str, int, float]
@@ -99,10 +100,38 @@ def test_a_rollout_counts_once_in_its_groups_mean_however_many_branches_it_has()
     assert select(results).group_reward("g") == 0.5
 
 
-def test_equal_rewards_have_no_advantage() -> None:
-    """R73: no division by a spread of zero."""
-    results = [trajectory(name, [sample(name, [(1, 1, True)])], reward=0.25) for name in "abc"]
-    assert select(results).advantages() == {"a": 0.0, "b": 0.0, "c": 0.0}
+@pytest.mark.parametrize("kind", [np.float64, np.float32])
+@pytest.mark.parametrize("scale", [True, False])
+def test_equal_rewards_have_advantages_of_exactly_zero(kind: type[np.floating[Any]], scale: bool) -> None:
+    """R149: for each size of a group from 1 to 64 and each reward from 0 to 1 by hundredths, with dropped members and
+    without; the rounded mean of equal rewards is seldom that reward."""
+    (row,) = select([trajectory("r", [sample("s", [(1, 1, True)])])]).rows
+    places = []
+    for size in range(1, 65):
+        for hundredths in range(101):
+            group, reward = f"{size} of {hundredths}", cast(float, kind(hundredths / 100))
+            members = [f"{group}, {index}" for index in range(size)]
+            places += [Place(name, group, (replace(row, reward=reward),)) for name in members]
+            missing = Dropped(f"{group}, dropped", DropReason.FAILED, "")
+            places += [Place(missing.rollout_id, group, dropped=missing)] * (size % 2)
+    selection = Selection(tuple(places))
+    found = selection.advantages(scale=scale)
+    assert len(found) == 101 * sum(range(1, 65)) and set(found.values()) == {0.0}
+    assert selection.group_reward("63 of 10") == float(kind(0.1))
+
+
+def test_rewards_that_differ_by_little_still_set_rollouts_apart() -> None:
+    """R149: no threshold takes a small difference for none."""
+    rewards = {"a": 0.1, "b": 0.1 + 1e-12, "c": 0.1}
+    found = select([trajectory(n, [sample(n, [(1, 1, True)])], reward=r) for n, r in rewards.items()]).advantages()
+    assert found["b"] > 0 > found["a"] == found["c"]
+
+
+def test_no_rollouts_and_groups_without_a_member_have_no_advantages() -> None:
+    """R149: nothing is divided by nothing."""
+    assert select([]).advantages() == {}
+    nobody = select([failed("a", FailureCause.INFRASTRUCTURE), failed("b", FailureCause.TASK)])
+    assert nobody.advantages() == {} and nobody.group_reward("g") == 0.0
 
 
 def test_rollouts_without_a_group_are_compared_within_their_task() -> None:

@@ -1,6 +1,7 @@
 """What the command line refuses before anything is started, and where it says that things are."""
 
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,3 +117,21 @@ def test_the_dashboards_names_come_from_the_environment_too(monkeypatch: pytest.
     done = CliRunner().invoke(app, ["dashboard"], env={"PENSTOCK_DASHBOARD_NAMES": "192.0.2.7 dash.example "})
     assert done.exit_code == 0, done.output
     assert listening[2] == ["192.0.2.7", "dash.example"]
+
+
+def test_a_package_that_is_not_installed_here_is_wrong_usage_and_no_refusal_by_a_service(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R48: exit code 2 with what to install, and not 4, which is a service's."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "x.parquet")])
+    assert done.exit_code == 2 and "penstock[parquet]" in done.output
+
+
+@pytest.mark.parametrize("line", [["rollout", "--n", "many"], ["agents", "shou"], ["nothing"], ["replay"]])
+def test_every_error_begins_alike(line: list[str]) -> None:
+    """R18: a wrong option, a wrong command and a missing argument look like all other errors, and name the help."""
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 2, done.output
+    assert "error: " in done.output and "Error" not in done.output, done.output
+    assert "--help' for help" in done.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support import families
 from tests.unit.codec import piecewise
 
-from penstock_codec import Codec, CodecError, ParsedCompletion, tiny
+from penstock_codec import Codec, CodecError, ParsedCompletion, TokenizerFiles, tiny
 from penstock_codec.chat import FinishReason, Message, ReasoningPart, Tool, ToolCallPart
 from penstock_codec.parsers import GRAMMARS, ReasoningDelta, TextDelta, ToolCallDelta, choose_grammar
 from penstock_interception.conformance.speech import Speech
@@ -28,7 +29,7 @@ SCHEMA = {
     "free": {},
 }
 TOOLS = [Tool("bash", "Run.", json.dumps({"type": "object", "properties": SCHEMA}))]
-NAMES = ("chatml", "llama3", "llama3_bare", "mistral", "qwen3_coder", "kimi", "deepseek", "glm", "harmony")
+NAMES = ("chatml", "llama3", "llama3_bare", "mistral", "qwen3_coder", "kimi", "deepseek", "glm", "harmony", "granite")
 SEP = "<｜tool▁sep｜>"
 
 
@@ -128,6 +129,11 @@ def bash(arguments: str, call_id: str = "call_0") -> ToolCallPart:
         ("harmony", "<|channel|>final<|message|> Yes. \n<|return|>", Message.assistant(" Yes. \n")),
         ("harmony", "<|message|>Yes.<|return|>", Message.assistant("Yes.")),
         ("harmony", "Yes.", Message.assistant("Yes.")),
+        (
+            "granite",
+            'Look.<|tool_call|>[{"name": "bash", "arguments": {"n" : 1}}, {"name":"bash","arguments":{}}]',
+            Message.assistant("Look.", bash('{"n" : 1}'), bash("{}", "call_1")),
+        ),
     ],
 )
 def test_calls_are_read_as_each_family_writes_them(name: str, text: str, message: Message) -> None:
@@ -169,6 +175,8 @@ def test_calls_are_read_as_each_family_writes_them(name: str, text: str, message
         ("harmony", " to=functions.<|channel|>commentary<|message|>{}<|call|>", "NOT_A_CALL"),
         ("harmony", "<|channel|>commentary to=functions.bash<|message|>{}<|end|>", "UNCLOSED"),
         ("harmony", '<|channel|>commentary to=functions.bash<|message|>{"command": "l', "UNCLOSED"),
+        ("granite", '<|tool_call|>[{"name": "bash", "arguments": {}}', "UNCLOSED"),
+        ("granite", "<|tool_call|>bash", "NOT_JSON"),
         ("kimi", "<|tool_call_begin|>" + "{" * 3000 + "<|tool_call_end|>", "NOT_A_CALL"),
         ("kimi", '<|tool_call_begin|>b:0<|tool_call_argument_begin|>{"a":' * 1 + '{"a":' * 3000, "UNCLOSED"),
     ],
@@ -277,11 +285,43 @@ def test_ids_are_such_as_the_template_takes() -> None:
 @pytest.mark.parametrize(
     ("name", "parser"),
     [(name, name) for name in ("llama3", "mistral", "qwen3_coder", "kimi", "deepseek", "glm", "harmony")]
-    + [("chatml", "hermes"), ("qwen3", "hermes"), ("mistral_v3", "mistral"), ("strips_old_reasoning", "hermes")],
+    + [
+        ("chatml", "hermes"),
+        ("qwen3", "hermes"),
+        ("granite", "granite"),
+        ("llama4", "llama3"),
+        ("mistral_v3", "mistral"),
+        ("strips_old_reasoning", "hermes"),
+    ],
 )
 def test_the_template_tells_the_family(name: str, parser: str) -> None:
-    """R63: detected from what the template writes."""
+    """R63, R104: detected from what the template writes."""
     assert choose_grammar(None, families.template("qwen3" if name == "chatml" else name)).name == parser
+
+
+@pytest.mark.parametrize(
+    ("text", "parser"),
+    [
+        ("{{ tools }}<tool_call>{'name': <function-name>, 'arguments': <args>}</tool_call>", "hermes"),
+        ("{{ tools }}<tool_call><function=name><parameter=a></tool_call>arguments", "qwen3_coder"),
+        ("{% for m in messages %}{{ m.tool_calls }}<｜tool▁call▁begin｜><think>{% endfor %}", "deepseek"),
+        ("{{ messages[0]['tools'] }}<think>", "think"),
+        ("{{ messages[0]['tools'] }}", "none"),
+    ],
+)
+def test_what_published_templates_say_beside_their_calls_hides_no_parser(
+    files: TokenizerFiles, text: str, parser: str
+) -> None:
+    """R104: Qwen's and Granite's instructions, DeepSeek's calls without tools, Phi's tools inside of a message."""
+    assert Codec.load(replace(files, chat_template=text)).parser == parser
+
+
+def test_tools_that_a_template_reads_elsewhere_are_refused(files: TokenizerFiles) -> None:
+    """R104: a template that reads `message.tools` would drop a request's tools without a word."""
+    codec = Codec.load(replace(files, chat_template="{% for m in messages %}{{ m.content }}{{ m.tools }}{% endfor %}"))
+    with pytest.raises(CodecError) as caught:
+        codec.render([Message.user("q")], TOOLS)
+    assert caught.value.reason == "TEMPLATE_WITHOUT_TOOLS"
 
 
 def test_a_template_of_two_kinds_asks_for_a_parser() -> None:

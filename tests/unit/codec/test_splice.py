@@ -8,7 +8,7 @@ import pytest
 from tests.support import families
 
 from penstock_codec import Codec, Continuation, Inexact, TokenizerFiles, tiny
-from penstock_codec.chat import Message, Tool, ToolCallPart
+from penstock_codec.chat import Message, Role, TextPart, Tool, ToolCallPart
 
 TOOL = Tool("bash", "Run it.", '{"type": "object"}')
 START = [Message.system("Be brief."), Message.user("Go.")]
@@ -84,6 +84,47 @@ def test_a_template_that_shows_one_call_of_a_turn_goes_on_exactly_after_two() ->
     assert isinstance(result, Continuation)
     assert codec.decode(result.ids).count(' to=assistant<|channel|>commentary<|message|>"out"<|end|>') == 2
     assert result.closing == 0
+
+
+def test_a_template_that_shows_no_calls_goes_on_exactly_after_one() -> None:
+    """R82, R104: Granite 3's template leaves calls out of the history; what was sampled stays."""
+    codec = Codec.load(families.build("granite"))
+    result = codec.continuation([*START, CALLED], [Message.tool("c1", "out")], [TOOL], last_id=codec.end_of_turn_id)
+    assert isinstance(result, Continuation)
+    tail = "\n<|start_of_role|>tool<|end_of_role|>out<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>"
+    assert codec.decode(result.ids) == tail
+
+
+def test_reasoning_that_shrinks_to_its_closing_mark_is_no_rewrite(files: TokenizerFiles) -> None:
+    """R82, R104: GLM 5's template writes `</think>` alone before an answer that is not the last one any more."""
+    template = BODY.replace(
+        "{{ m.content }}",
+        "{% if m.role == 'assistant' %}{{ '<think></think>' if loop.last else '</think>' }}{% endif %}{{ m.content }}",
+    )
+    codec = Codec.load(replace(files, chat_template=template), parser="think")
+    result = codec.continuation([*START, Message.assistant("a")], [Message.user("b")], last_id=codec.end_of_turn_id)
+    assert isinstance(result, Continuation)
+
+
+def test_a_template_that_takes_no_conversation_without_tools_goes_on_exactly(files: TokenizerFiles) -> None:
+    """R82, R104: Hermes 3's template goes through the tools whether there are any or not."""
+    codec = Codec.load(
+        replace(files, chat_template="{% for t in tools %}{{ t | tojson }}{% endfor %}" + BODY), parser="none"
+    )
+    result = codec.continuation([*START, Message.assistant("a")], [Message.user("b")], [TOOL], last_id=None)
+    assert isinstance(result, Continuation)
+    assert codec.decode(result.ids) == "<|im_end|>\n<|im_start|>user\nb<|im_end|>\n"
+
+
+def test_text_beside_a_result_is_another_shape_than_a_result_alone() -> None:
+    """R82: what was found out for one shape is not taken for the other, whichever is seen first."""
+    result, both = Message.tool("c1", "out"), Message(Role.TOOL, (*Message.tool("c1", "out").parts, TextPart("more")))
+    for order in ([result, both], [both, result]):
+        codec, fresh = Codec.load(families.build("mistral_v3")), Codec.load(families.build("mistral_v3"))
+        found = [codec.continuation([*START, CALLED], [new], [TOOL], last_id=None) for new in order]
+        alone = fresh.continuation([*START, CALLED], [order[1]], [TOOL], last_id=None)
+        assert type(found[1]) is type(alone)
+        assert type(found[0]) is not type(found[1])
 
 
 def test_no_merge_crosses_the_cut() -> None:

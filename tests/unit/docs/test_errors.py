@@ -21,6 +21,7 @@ from penstock_chassis.errors import PenstockError
 from penstock_driver.rollouts import PARTY_OF, Cause, Party
 from penstock_interception.calls import CallState
 from penstock_interception.ingress import outcomes
+from penstock_sandbox.model import ENDED_INSIDE
 
 PAGE = "docs/errors.md"
 EVERY = "Every service"
@@ -53,6 +54,7 @@ PASSED_ON = {
         "penstock_inference/engines/checkpoint.py: kind(reason=reason)": "from the pairs above it, which are read",
         "penstock_inference/engines/scripted.py: FailedPrecondition(reason=error.reason)": "the codec's",
         "penstock_inference/engines/scripted.py: InvalidArgument(reason=error.reason)": "the codec's",
+        "penstock_inference/engines/none.py: FailedPrecondition(reason=error.reason)": "the codec's",
         "penstock_inference/service.py: InvalidArgument(reason=error.reason)": "the codec's",
         "penstock_inference/text.py: FailedPrecondition(reason=error.reason)": "the codec's",
     },
@@ -62,6 +64,7 @@ PASSED_ON = {
         "penstock/client/harness.py: RolloutFailed(reason=failure.reason)": "of the rollout's own failure",
         "penstock/client/leases.py: kind(reason=reason)": "the name of the proto's ResultRejected.Reason",
         "penstock/cli/up.py: StackFailed(reason=error.reason)": "the stack's",
+        "penstock/client/stack.py: StackFailed(reason=failure.reason)": "of the service's last death",
     },
 }
 """Where an error's reason is not written where it is made, and where it comes from instead."""
@@ -124,6 +127,7 @@ def test_each_failure_of_a_rollout_stands_in_its_table_with_cause_and_party_and_
                 assert found.setdefault(name, (cause, party, helps)) == (cause, party, helps)
     assert unread == [
         "Failure(Cause.INFRASTRUCTURE, error.reason, error.message, retriable, phase, part)",  # another service's own
+        "Failure(Cause.TASK, error.reason, error.message, False, phase)",  # the same, of what a task asks
         "failed(Cause.VERIFIER, reason, message, Phase.VERIFYING)",  # of _failure, which is read
     ]
     rows = {row["reason"]: row for row in page["Why a rollout failed"]}
@@ -137,7 +141,7 @@ def test_each_failure_of_a_rollout_stands_in_its_table_with_cause_and_party_and_
 
 def test_each_reason_why_a_sandbox_is_lost_stands_in_its_table(page: dict[str, list[Row]]) -> None:
     """The end of a sandbox is told with its reason."""
-    found = set[str]()
+    found = set(ENDED_INSIDE)
     for module in code.modules("sandbox"):
         for call in module.calls():
             found |= set(code.strings(code.keyword(call, "lost_reason")))

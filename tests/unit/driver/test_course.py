@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,8 @@ from penstock_chassis.errors import (
 )
 from penstock_driver import grading
 from penstock_driver.launches import FileToWrite
-from penstock_driver.ports import CallEnded, Command, GateClosing
+from penstock_driver.ports import BackendFacts, CallEnded, Command, GateClosing, SandboxTerms
+from penstock_driver.preflight import check_backend
 from penstock_driver.preparations import Preparations
 from penstock_driver.rollouts import Limits, Verifier
 from penstock_driver.specs import Artifact
@@ -183,6 +185,52 @@ async def test_a_lost_sandbox_is_infrastructure_and_is_not_graded(driver: Driver
     outcome = await driver.outcome(record)
     assert failure(outcome) == ("INFRASTRUCTURE", "SANDBOX_LOST")
     assert not outcome.HasField("reward")
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["from within", "from outside"])
+@pytest.mark.parametrize("step", ["watch", "kill", "read_tree", "run", "read_file"])
+async def test_a_sandbox_that_its_agent_ended_is_the_agents_failure_and_never_tried_again(
+    driver: Driver, step: str, inside: bool
+) -> None:
+    """R93: while the agent runs, and in whatever is done to grade it; what was not ended from within is tried again."""
+    order = replace(with_task(driver, setup=(), keep_files=True), max_attempts=2)
+    await driver.run(order)
+    lost = FailedPrecondition("the sandbox is lost", reason="SANDBOX_LOST")
+    driver.sandboxes.fail[step] = [lost]
+    driver.sandboxes.from_within = inside
+    record = await driver.start(order)
+    outcome = await driver.outcome(record)
+    again = [item for item in await driver.events(record.rollout_id) if item.HasField("attempt_failed")]
+    if inside:
+        assert failure(outcome) == ("AGENT", "SANDBOX_ENDED_INSIDE")
+        assert not outcome.failure.retriable
+        assert not outcome.HasField("reward")
+        assert not again
+    else:
+        assert [item.attempt_failed.failure.reason for item in again] == ["SANDBOX_LOST"]
+        assert not outcome.HasField("failure")
+
+
+async def test_an_exit_with_its_sandbox_is_judged_by_who_ended_the_sandbox(driver: Driver) -> None:
+    """R93"""
+    driver.gate.hold = asyncio.Event()
+    record = await driver.start(replace(driver.order(), max_attempts=3))
+    await driver.gate.called.wait()
+    driver.sandboxes.lost.update(driver.sandboxes.boxes)
+    driver.sandboxes.from_within = True
+    driver.gate.hold.set()
+    assert failure(await driver.outcome(record)) == ("AGENT", "SANDBOX_ENDED_INSIDE")
+    assert driver.sandboxes.calls.count("fork") == 1
+
+
+@pytest.mark.parametrize("step", ["prepare_snapshot", "write_files"])
+async def test_a_sandbox_that_ends_before_there_is_an_agent_is_tried_again(driver: Driver, step: str) -> None:
+    """R93: nobody but the task's own setup was in it."""
+    order = replace(with_task(driver, setup=()), max_attempts=2)
+    driver.sandboxes.fail[step] = [Unavailable("the sandbox is lost", reason="SANDBOX_LOST")]
+    outcome = await driver.run(order)
+    assert (outcome.HasField("failure"), outcome.reward.value) == (False, 0.25)
+    assert "ended_inside" not in driver.sandboxes.calls
 
 
 @pytest.mark.parametrize(
@@ -467,3 +515,92 @@ async def test_a_rollouts_model_calls_are_told_among_its_events(driver: Driver) 
         event.call_finished.call for event in await driver.events(record.rollout_id) if event.HasField("call_finished")
     ]
     assert told == [call]
+
+
+def facts(*, diff: bool) -> BackendFacts:
+    return BackendFacts("b", True, "", True, True, True, False, diff, True, True)
+
+
+@pytest.mark.parametrize("diff", [True, False])
+@pytest.mark.parametrize("asked", [None, True, False])
+async def test_a_verifier_works_in_a_fresh_fork_wherever_the_backend_can(
+    driver: Driver, asked: bool | None, diff: bool
+) -> None:
+    """R90: in the agent's sandbox only where that is said, or where there is no other way."""
+    order = with_task(driver, verifier=Verifier(commands=(Command(shell="true"),), fresh_fork=asked))
+    if asked and not diff:
+        with pytest.raises(FailedPrecondition) as refused:
+            check_backend(order, [facts(diff=diff)])
+        assert refused.value.reason == "CAPABILITY_MISSING"
+        return
+    placed = check_backend(order, [facts(diff=diff)])
+    assert placed.task.verifier is not None
+    assert placed.task.verifier.fresh_fork is (diff if asked is None else asked)
+    assert placed.tells_changes is diff
+
+
+async def test_directories_to_bring_over_need_a_fresh_fork(driver: Driver) -> None:
+    """R90: nobody who names them is graded in place without a word."""
+    verifier = Verifier(commands=(Command(shell="true"),), changes_below=("a",))
+    with pytest.raises(FailedPrecondition, match="diff"):
+        check_backend(with_task(driver, verifier=verifier), [facts(diff=False)])
+
+
+@pytest.mark.parametrize(
+    ("changed", "deleted", "user", "blocked"),
+    [
+        (["etc/ld.so.preload"], [], "", True),
+        ([], ["/lib64"], "", True),
+        (["etc/hosts", "etc/resolv.conf"], [], "", False),
+        ([], [], "", False),
+        (["usr/lib/x.so"], [], "root", False),
+    ],
+)
+async def test_in_place_nothing_is_graded_on_a_system_that_an_agent_changed_who_is_not_root(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, changed: list[str], deleted: list[str], user: str, blocked: bool
+) -> None:
+    """R90: where the backend tells what changed."""
+
+    async def diff(sandbox_id: str, below: Any, sink: Any, max_bytes: int) -> list[str]:
+        assert "/lib64" in below
+        with tarfile.open(fileobj=sink, mode="w") as archive:
+            folder = tarfile.TarInfo("etc")
+            folder.type = tarfile.DIRTYPE
+            archive.addfile(folder)
+            for name in changed:
+                archive.addfile(tarfile.TarInfo(name))
+        return deleted
+
+    monkeypatch.setattr(driver.sandboxes, "diff", diff)
+    order = replace(driver.order(), tells_changes=True, sandbox=SandboxTerms(user=user))
+    outcome = await driver.run(order)
+    if blocked:
+        assert failure(outcome) == ("AGENT", "GRADING_BLOCKED")
+        assert not outcome.HasField("reward")
+    else:
+        assert (outcome.HasField("failure"), outcome.reward.value) == (False, 1.0)
+
+
+async def test_what_a_command_started_is_dead_and_its_reward_file_another_before_the_next_starts(
+    driver: Driver,
+) -> None:
+    """R72, R99: what it wrote is there all the same; what it made of its file is not."""
+    commands = (
+        Command(
+            shell='echo 0.25 > "$PENSTOCK_REWARD_FILE"; chmod 400 "$PENSTOCK_REWARD_FILE"'
+            '; sleep 600 > /dev/null 2>&1 & echo $! > pid; echo "$PENSTOCK_REWARD_FILE" > path'
+        ),
+        Command(
+            shell='[ "$(cat path)" != "$PENSTOCK_REWARD_FILE" ] && ! grep -qs "^State:.[RSDT]" /proc/$(cat pid)/status'
+            ' && [ "$(cat "$PENSTOCK_REWARD_FILE")" = 0.25 ] && echo 0.5 > "$PENSTOCK_REWARD_FILE"'
+        ),
+    )
+    outcome = await driver.run(with_task(driver, verifier=Verifier(commands=commands, reward_by_file=True)))
+    assert (outcome.HasField("failure"), outcome.reward.value) == (False, 0.5)
+
+
+async def test_a_reward_file_that_a_command_removed_is_there_for_the_next(driver: Driver) -> None:
+    """R72"""
+    commands = (Command(shell='rm "$PENSTOCK_REWARD_FILE"'), Command(shell='echo 0.5 > "$PENSTOCK_REWARD_FILE"'))
+    outcome = await driver.run(with_task(driver, verifier=Verifier(commands=commands, reward_by_file=True)))
+    assert outcome.reward.value == 0.5

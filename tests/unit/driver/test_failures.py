@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
+import json
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import DecodeError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
@@ -21,20 +24,23 @@ from tests.unit.driver.conftest import Driver
 from tests.unit.driver.test_course import with_task
 from tests.unit.driver.world import HttpGate
 
-from penstock.driver.v1 import rollout_pb2
+from penstock.driver.v1 import agent_pb2, rollout_pb2
 from penstock.driver.v1 import rollout_service_pb2 as pb
 from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as gate_pb
 from penstock.interception.v1 import rollout_gate_service_pb2_grpc as gate_grpc
+from penstock.sandbox.v1 import file_service_pb2 as file_pb
+from penstock.sandbox.v1 import file_service_pb2_grpc as file_grpc
 from penstock.sandbox.v1 import sandbox_service_pb2 as sandbox_pb
 from penstock.sandbox.v1 import sandbox_service_pb2_grpc as sandbox_grpc
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock_chassis.errors import AlreadyExists, FailedPrecondition, PenstockError, Unavailable
+from penstock_chassis.errors import AlreadyExists, FailedPrecondition, NotFound, PenstockError, Unavailable
 from penstock_chassis.journal import Journal
 from penstock_chassis.testing import serve
-from penstock_driver import history
+from penstock_driver import fleet, history
 from penstock_driver.app import MIGRATIONS, build
 from penstock_driver.endings import failure_of, judge
+from penstock_driver.events import MAX_DEPTH, MAX_RAW_BYTES, EventKind, EventParser, EventRule
 from penstock_driver.grading import Grader
 from penstock_driver.phases import Conductor
 from penstock_driver.ports import CallEnded, CallSpent, Command, Exit, ExitReason, Gate, GateClosing
@@ -42,11 +48,13 @@ from penstock_driver.preflight import Preflight
 from penstock_driver.records import GroupRecord, Record, Records, new_id, new_records
 from penstock_driver.releases import Releases
 from penstock_driver.restoring import Kept
-from penstock_driver.rollouts import PARTY_OF, Cause, Failure, Limits, Party, Phase, RolloutOrder, Verifier
+from penstock_driver.rollouts import PARTY_OF, Cause, Failure, Limits, Outcome, Party, Phase, RolloutOrder, Verifier
 from penstock_driver.rows import Rows
+from penstock_driver.rpc import sandboxes
 from penstock_driver.rpc.gate import GrpcGate
 from penstock_driver.rpc.rollout_service import RolloutServicer
-from penstock_driver.rpc.shown import encode_event
+from penstock_driver.rpc.sandboxes import GrpcSandboxes
+from penstock_driver.rpc.shown import decode_event, encode_event
 from penstock_driver.settings import DriverSettings
 from penstock_driver.specs import Artifact
 
@@ -355,7 +363,7 @@ async def test_a_cancelled_create_of_the_service_leaves_a_rollout_that_ends(driv
 async def test_a_full_disk_hangs_nobody_and_what_is_to_be_written_is_written_later(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R49, R50: who waits for an end is let go, and the end is on disk when there is room."""
+    """R49, R50, R146: who cancels is let go, and who waits for the end is told when it is on disk, and not before."""
     monkeypatch.setattr(history, "RETRY_S", 0.001)
     driver.gate.hold = asyncio.Event()
     record = await driver.start(driver.order())
@@ -370,9 +378,15 @@ async def test_a_full_disk_hangs_nobody_and_what_is_to_be_written_is_written_lat
 
     monkeypatch.setattr(journal, "write", failing)
     assert (await driver.fleet.cancel(record.rollout_id, "enough")).end_time is None
-    assert not driver.fleet.is_running(record.rollout_id)
+    assert driver.fleet.is_running(record.rollout_id), "its end is nobody's yet"
     assert not driver.sandboxes.boxes
+    waiting = asyncio.ensure_future(driver.fleet.wait(record.rollout_id, None))
+    for _ in range(3):
+        with pytest.raises(sqlite3.OperationalError):
+            await driver.history.flush()
+    assert not waiting.done()
     full = False
+    assert (await waiting).end_time is not None
     await eventually_async(lambda: driver.is_over(record.rollout_id), "its end is on disk")
     assert (await driver.outcome(record)).failure.reason == "CANCELLED"
 
@@ -536,3 +550,195 @@ def _servicer(driver: Driver, gate: Gate) -> RolloutServicer:
     """The service over a driver's own parts."""
     rows = Rows(driver.records._journal)
     return RolloutServicer(driver.fleet, rows, driver.registry, Preflight(driver.sandboxes, gate), _Captures())
+
+
+@pytest.mark.parametrize("ranges", [{}, {"fmt": (0.0, 1.0)}], ids=["undeclared", "declared"])
+async def test_a_component_whose_name_is_no_text_is_the_verifiers_failure(
+    driver: Driver, ranges: dict[str, tuple[float, float]]
+) -> None:
+    """R145, R146: half a surrogate pair, which JSON can write and no outcome hold: the rollout ends all the same."""
+    answer = json.dumps({"reward": 1, "components": {"\ud83d": 1}})
+    command = Command(shell=f"printf %s '{answer}' > $PENSTOCK_REWARD_FILE")
+    verifier = Verifier(commands=(command,), reward_by_file=True, component_ranges=ranges)
+    outcome = await driver.run(with_task(driver, verifier=verifier))
+    assert (outcome.failure.cause, outcome.failure.reason) == (rollout_pb2.FAILURE_CAUSE_VERIFIER, "REWARD_INVALID")
+    assert "ud83d" in outcome.failure.message
+
+
+async def test_an_outcome_that_cannot_be_told_ends_its_rollout_as_a_fault_of_the_driver(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R49, R146: whatever it is that no message can hold."""
+
+    async def run(conductor: Conductor) -> Outcome:
+        return Outcome(failure=Failure(Cause.TASK, "X", "half a pair: \ud83d", False, Phase.RUNNING))
+
+    monkeypatch.setattr(Conductor, "run", run)
+    record = await driver.start(driver.order())
+    outcome = await driver.outcome(record)
+    assert (outcome.failure.reason, outcome.failure.caused_by) == ("INTERNAL", rollout_pb2.PARTY_DRIVER)
+    assert (await driver.events(record.rollout_id))[-1].ended == outcome
+
+
+async def test_a_call_that_cannot_be_told_ends_the_telling_of_no_other(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R71, R146: neither a call that is no call, nor a watch that breaks; the numbers of the events stay whole."""
+    monkeypatch.setattr(fleet, "RETRY_S", 0.001)
+    driver.gate.hold = asyncio.Event()
+    record = await driver.start(driver.order())
+    await driver.gate.called.wait()
+    told_calls, broken = driver.gate.calls, False
+
+    async def breaking(labels: Any) -> Any:
+        nonlocal broken
+        if not broken:
+            broken = True
+            raise ValueError("a fault of the watch")
+        async for ended in told_calls(labels):
+            yield ended
+
+    monkeypatch.setattr(driver.gate, "calls", breaking)
+    driver.fleet.watch_calls()
+    good = trajectory_pb2.Call(rollout_id=record.rollout_id).SerializeToString()
+    for call in (b"\xff", good):
+        driver.gate.ended_calls.put_nowait(CallEnded(record.rollout_id, call, CallSpent(1, 1)))
+
+    async def is_told() -> bool:
+        await driver.history.flush()
+        return bool(told(await driver.events(record.rollout_id), "call_finished"))
+
+    await eventually_async(is_told, "the second call is told")
+    driver.gate.hold.set()
+    assert (await driver.outcome(record)).reward.value == 1.0
+    events = await driver.events(record.rollout_id)
+    assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+    assert len(told(events, "call_finished")) == 1
+
+
+async def test_a_journal_that_cannot_be_read_for_a_while_keeps_no_lost_rollout_from_its_end(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R50, R146: what ran when the last driver died."""
+    monkeypatch.setattr(fleet, "RETRY_S", 0.001)
+    (record,) = new_records(driver.order(), b"", ["r"])
+    await driver.records.create("q", "d", [record])
+    read, refusals = driver.history.last_sequence, [sqlite3.OperationalError("disk I/O error")] * 3
+
+    async def unreadable(rollout_id: str) -> int:
+        if refusals:
+            raise refusals.pop()
+        return await read(rollout_id)
+
+    monkeypatch.setattr(driver.history, "last_sequence", unreadable)
+    await driver.fleet.recover()
+    assert (await driver.outcome(record)).failure.reason == "DRIVER_RESTARTED"
+
+
+async def test_who_waits_for_a_lost_rollout_that_cannot_be_ended_is_let_go(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R146: it stands as it did, and the next start takes it up."""
+    (record,) = new_records(driver.order(), b"", ["r"])
+    await driver.records.create("q", "d", [record])
+
+    async def broken(rollout_id: str) -> int:
+        raise sqlite3.DatabaseError("the file is no database")
+
+    monkeypatch.setattr(driver.history, "last_sequence", broken)
+    await driver.fleet.recover()
+    with pytest.raises(Unavailable) as refused:
+        await driver.fleet.wait("r", None)
+    assert refused.value.reason == "END_NOT_RECORDED"
+    assert not driver.fleet.is_running("r")
+    assert (await driver.fleet.get("r")).outcome is None
+
+
+def nested(levels: int, *, objects: bool) -> Any:
+    value: Any = "the innermost"
+    for _ in range(levels):
+        value = {"a": value} if objects else [value]
+    return value
+
+
+@pytest.mark.parametrize("objects", [True, False], ids=["objects", "lists"])
+@pytest.mark.parametrize("levels", [1, MAX_DEPTH, MAX_DEPTH + 1, 47, 900])
+async def test_what_an_agent_nests_deeply_leaves_its_events_readable(
+    driver: Driver, levels: int, objects: bool
+) -> None:
+    """R145: by every reader; what is too deep is said to be so, and the raw line has it."""
+    line = json.dumps({"type": "call", "arguments": nested(levels, objects=objects)}).encode()
+    rule = EventRule(when="type == 'call'", kind=EventKind.TOOL_CALL, fields={"arguments": "arguments"})
+    parser = EventParser([rule])
+    (event,) = (*parser.feed(line), *parser.finish())
+    payload = encode_event("r", 1, 0.0, event)
+    shown = pb.WatchGroupResponse.FromString(
+        pb.WatchGroupResponse(event=decode_event(payload)).SerializeToString()
+    ).event.agent_event
+    assert shown.raw_line == line[:MAX_RAW_BYTES]
+    assert ("nested in more than" in str(shown.data)) == (levels > MAX_DEPTH)
+    assert MessageToDict(shown.data)["arguments"]
+
+
+async def test_an_event_that_a_driver_kept_too_deep_is_told_without_its_data(driver: Driver) -> None:
+    """R145, R146: as the driver of before wrote it; the events before and after it are told as well."""
+    record = await driver.start(driver.order())
+    await driver.outcome(record)
+    raw = json.dumps(nested(40, objects=True)).encode()
+    deep = rollout_pb2.RolloutEvent(sequence=3, rollout_id=record.rollout_id)
+    deep.time.FromSeconds(7)
+    deep.agent_event.kind = agent_pb2.AGENT_EVENT_KIND_TOOL_CALL
+    deep.agent_event.raw_line = raw
+    deep.agent_event.data.update({"arguments": nested(40, objects=True)})
+    payload = deep.SerializeToString()
+    with pytest.raises(DecodeError):
+        rollout_pb2.RolloutEvent.FromString(payload)
+    await driver.journal.execute(
+        "UPDATE events SET payload = ? WHERE rollout_id = ? AND sequence = 3", (payload, record.rollout_id)
+    )
+    preflight = Preflight(driver.sandboxes, driver.gate)
+    rows = Rows(driver.journal)
+    servicer = RolloutServicer(driver.fleet, rows, driver.registry, preflight, driver.gate)  # type: ignore[arg-type]
+    request = pb.WatchRolloutRequest(rollout_id=record.rollout_id)
+    events = [answer.event async for answer in servicer.WatchRollout(request, None)]
+    assert [event.sequence for event in events] == list(range(1, len(events) + 1))
+    found = events[2]
+    assert (found.rollout_id, found.time.seconds) == (record.rollout_id, 7)
+    assert (found.agent_event.kind, found.agent_event.raw_line) == (agent_pb2.AGENT_EVENT_KIND_TOOL_CALL, raw)
+    assert not found.agent_event.HasField("data")
+
+
+@pytest.mark.parametrize(
+    ("answers", "inside"),
+    [
+        ([{"lost_reason": "PROCESS_ENDED", "ended_inside": "true"}], True),
+        ([{}, {}, {"lost_reason": "PROCESS_ENDED", "ended_inside": "true"}], True),
+        ([{"lost_reason": "SPAWNER_ENDED"}], False),
+        ([{"ended_inside": "false"}], False),
+        ([{}], False),
+        ([NotFound("gone", reason="SANDBOX_UNKNOWN")], False),
+        ([Unavailable("away", reason="TRANSPORT_UNAVAILABLE")], False),
+        ([None], False),
+    ],
+)
+async def test_who_ended_a_sandbox_is_what_the_sandbox_service_says_of_it(
+    monkeypatch: pytest.MonkeyPatch, answers: list[Any], inside: bool
+) -> None:
+    """R93: the mark may come a moment after the loss; without it, and while nobody answers, nothing is held against an
+    agent."""
+    monkeypatch.setattr(sandboxes, "_UNTIL_JUDGED_S", (0.001,) * 4)
+    left = list(answers)
+
+    class Files(file_grpc.FileServiceServicer):
+        async def Stat(self, request: file_pb.StatRequest, context: Any) -> Any:  # noqa: N802
+            assert (request.sandbox_id, request.path) == ("s", "/")
+            answer = left.pop(0) if len(left) > 1 else left[0]
+            if answer is None:
+                return file_pb.StatResponse()
+            if isinstance(answer, PenstockError):
+                raise answer
+            raise FailedPrecondition("the sandbox is lost", reason="SANDBOX_LOST", metadata=answer)
+
+    servicer = Files()  # type: ignore[abstract]  # what else a service of files does is not asked for
+    async with serve((servicer, file_grpc.add_FileServiceServicer_to_server)) as (_, channel):
+        assert await GrpcSandboxes(channel).ended_inside("s") is inside

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from penstock_driver.ports import Command
 from penstock_driver.rewards import in_range, parse_reward
-from penstock_driver.rollouts import RolloutFailed, Verifier
+from penstock_driver.rollouts import Outcome, Reward, RolloutFailed, Verifier
+from penstock_driver.rpc.shown import encode_outcome
 
 VERIFIER = Verifier(commands=(Command(shell="true"),), reward_by_file=True)
 
@@ -79,6 +80,9 @@ def test_a_number_is_a_reward(content: bytes, value: float) -> None:
         (b'{"reward": 0, "components": {' + b",".join(b'"%d": 1' % n for n in range(300)) + b"}}", "REWARD_INVALID"),
         (b'{"reward": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", "REWARD_INVALID"),
         (b'{"a": ' * 10_000, "REWARD_INVALID"),
+        (b'{"reward": 0, "components": {"\\ud83d": 1}}', "REWARD_INVALID"),
+        (b'{"reward": 0, "components": {"a\\u0000": 1}}', "REWARD_INVALID"),
+        (b'{"reward": 0, "components": {"' + b"a" * 300 + b'": 1}}', "REWARD_INVALID"),
     ],
 )
 def test_what_is_no_finite_number_in_its_range_is_the_verifiers_failure(content: bytes, reason: str) -> None:
@@ -96,6 +100,7 @@ def test_any_content_is_a_reward_or_a_failure_of_the_verifier(content: bytes) ->
     else:
         assert math.isfinite(value)
         assert all(map(math.isfinite, components.values()))
+        assert encode_outcome(Outcome(reward=Reward(value, 0.0, 1.0, components)))
 
 
 def test_components_have_their_declared_names_and_ranges() -> None:

@@ -202,3 +202,20 @@ def test_no_built_in_agent_hands_endpoint_or_key_to_its_programs(spec: AgentSpec
     """R1, R10, R67, R71: they are in files, the instruction in none of the arguments, and what it does is seen."""
     serious = ("env.", "argv", "files", "instruction", "events", "check_argv")
     assert not [remark for remark in remarks(spec) if remark.where.startswith(serious)]
+
+
+def test_a_python_package_may_have_a_hash_for_each_platforms_wheel() -> None:
+    """R145: as many as `uv pip compile --generate-hashes` writes for pydantic-core (140); the refusal of more names the
+    package."""
+
+    def toolbox(hashes: int) -> dict[str, Any]:
+        line = "pydantic-core==2.1" + "".join(f" --hash=sha256:{number:064x}" for number in range(hashes))
+        runtimes = [{"kind": "python", "below_version": "3.14"}]
+        given: dict[str, Any] = changed(toolbox={"runtimes": runtimes, "python_packages": [line]})
+        return given
+
+    parsed = parse_spec(toolbox(140))
+    assert len(parsed.toolbox.python_packages[0]) > 11_000
+    with pytest.raises(InvalidArgument) as refused:
+        parse_spec(toolbox(1000))
+    assert "pydantic-core has 79018 characters with its hashes, at most 65536 are taken" in str(refused.value)

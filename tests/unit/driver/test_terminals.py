@@ -335,6 +335,18 @@ async def test_what_the_sandbox_service_refuses_ends_the_episode_with_its_reason
     assert not told.HasField("reward")
 
 
+@pytest.mark.parametrize("inside", [True, False])
+async def test_an_episode_whose_policy_ended_its_sandbox_failed_by_itself(world: World, inside: bool) -> None:
+    """R93: never as the infrastructure's, which is tried again."""
+    terminal_id = await world.open()
+    world.sandboxes.from_within = inside
+    world.sandboxes.fail["start"] = [FailedPrecondition("gone", reason="SANDBOX_LOST")]
+    told = await world.step(terminal_id, "s", "prlimit --cpu=0 --pid 1")
+    assert (told.failure.reason, told.failure.retriable) == (
+        ("SANDBOX_ENDED_INSIDE", False) if inside else ("SANDBOX_LOST", True)
+    )
+
+
 async def test_everything_that_was_started_is_killed_before_the_verifier_starts(world: World) -> None:
     """R60: each command's process, ended ones too, since they may have left something behind."""
     terminal_id = await world.open()

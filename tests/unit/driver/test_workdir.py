@@ -9,6 +9,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.driver.conftest import Driver
+from tests.unit.driver.test_course import with_task
 from tests.unit.driver.world import bash, say
 
 from penstock_chassis.errors import PenstockError, PermissionDenied, ResourceExhausted
@@ -106,6 +107,17 @@ def test_small_files_are_kept_within_bounds_and_the_rest_is_counted(files: dict[
     assert len(found.files) <= MAX_FILES and sum(len(content) for _, content in found.files) <= MAX_BYTES
     assert all(len(content) <= MAX_FILE_BYTES and path.count("/") < 2 for path, content in found.files)
     assert found.more == len(shown) - len(found.files)
+
+
+async def test_a_file_whose_name_is_no_text_fails_nothing(driver: Driver) -> None:
+    """R145: an agent's name in bytes that are no UTF-8, of which no event can be made."""
+    lay = r"printf x > $(printf 'a\377'); printf y > $(printf 'b\\nc'); cp note.txt out.txt"
+    driver.gate.script = lambda messages: say("done") if messages[-1]["role"] == "tool" else bash(lay)
+    record = await driver.start(with_task(driver, keep_files=True, keep_diff=True))
+    outcome = await driver.outcome(record)
+    assert (outcome.HasField("failure"), outcome.reward.value) == (False, 1.0)
+    names = [item.artifact.name for item in await driver.events(record.rollout_id) if item.HasField("artifact")]
+    assert "files/out.txt" in names
 
 
 def test_a_link_is_no_file_to_keep() -> None:

@@ -85,6 +85,8 @@ class Directories:
         self.installation: list[str] = []
         self.facts = BackendFacts("local", True, "", True, True, True, False, True, True, True)
         self.lost: set[str] = set()
+        self.from_within = False
+        """Whether what is lost was ended from within."""
 
     async def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -279,9 +281,13 @@ class Directories:
                 yield item
             await box.news.wait()
 
-    async def kill(self, sandbox_id: str, process_id: str) -> None:
+    async def kill(self, sandbox_id: str, process_id: str, *, everything: bool = False) -> None:
         await self._called("kill")
         box = self.boxes[sandbox_id]
+        if everything:
+            for group in [*box.ran.values(), *(process.pid for process, _, _ in box.processes.values())]:
+                with suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
         if process_id in box.ran:
             with suppress(ProcessLookupError):
                 os.killpg(box.ran[process_id], signal.SIGKILL)
@@ -320,6 +326,11 @@ class Directories:
                 os.killpg(process.pid, signal.SIGKILL)
             await asyncio.wait([task])
         shutil.rmtree(box.root)
+
+    async def ended_inside(self, sandbox_id: str) -> bool:
+        await self._called("ended_inside")
+        assert sandbox_id in self.boxes
+        return self.from_within
 
     async def delete_labelled(self, labels: Mapping[str, str]) -> Sequence[str]:
         await self._called("delete_labelled")

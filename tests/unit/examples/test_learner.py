@@ -44,7 +44,9 @@ def test_ungraded_rollouts_get_no_advantage_and_do_not_move_the_others(rewards: 
 
 
 def test_a_group_of_equal_rewards_teaches_nothing(learner: Learner) -> None:
-    """R74: without a difference there is no signal, and no step."""
+    """R74, R149: without a difference there is no signal, and no step; exactly, for whatever reward."""
+    for size in range(1, 65):
+        assert all(set(advantages([hundredths / 100] * size)) == {0.0} for hundredths in range(101))
     assert advantages([1.0, 1.0, None]) == [0.0, 0.0, None]
     before = learner.weights()
     learner.update([_row(learner, 0.0, seed) for seed in range(4)])

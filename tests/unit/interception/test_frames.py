@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock_codec.chat import Message, Sampling, Tool
 from penstock_interception.calls import Arrival, Call, Dialect, Mode, Opening, Rollout
+from penstock_interception.completions import Failure
 from penstock_interception.graph import TokenGraph
 from penstock_interception.graph.fingerprint import KNOWN_TOOLS_CHARS
 from penstock_interception.graph.model import Plan
@@ -22,6 +23,10 @@ def plan(tokens: int) -> Plan:
     return Plan(
         made.rollout_id, made.branch_id, True, made.call_class, None, 0, ids, ids, True, "", made.key, made.hints
     )
+
+
+def failed(call: Call, failure: Failure) -> None:
+    raise AssertionError(f"{call.id}: {failure}")
 
 
 def parse(_: Dialect, body: bytes) -> ChatRequest:
@@ -41,7 +46,7 @@ async def test_no_frame_is_larger_than_its_limit_and_none_of_its_calls_is_lost()
         call = Call(f"call-{index}", rollout, index, arrival, 0.0, 1.0, Sampling(), ended)
         call.plan = plan(tokens)
         calls.append(call)
-    frames = list(frames_of(Outbox(calls=calls), CallWriter(parse), View()))
+    frames = list(frames_of(Outbox(calls=calls), CallWriter(parse, failed), View()))
     sent = [[call.call_id for call in frame.calls.calls] for frame in frames]
     assert sent == [["call-0", "call-1", "call-2"], ["call-3"], ["call-4"], ["call-5", "call-6"]]
     assert all(frame.ByteSize() <= FRAME_BYTES + 64 for frame in frames if len(frame.calls.calls) > 1)

@@ -17,7 +17,8 @@ from penstock_interception.ingress import jsonrpc
 from penstock_interception.ingress.jsonrpc import Notification, Reply, Request, RpcError
 from penstock_interception.ports import Rejection, RejectionReason
 from penstock_interception.rpc import tools
-from penstock_interception.tools import content, offers, schemas
+from penstock_interception.tools import bounded, content, offers, schemas
+from penstock_interception.tools.bounded import Steps, TooManySteps
 from penstock_interception.tools.model import ToolResult
 
 JSON: st.SearchStrategy[Any] = st.recursive(
@@ -186,6 +187,143 @@ def test_what_is_wrong_is_told_shortly() -> None:
     found = schemas.problems(made, {f"k{n}": "x" * 10_000 for n in range(50)})
     assert len(found) == schemas.MAX_PROBLEMS
     assert all(len(text) <= schemas.MAX_PROBLEM_CHARS for text in found)
+
+
+def filters(draft: str = "https://json-schema.org/draft/2020-12/schema") -> str:
+    """A schema of search filters as pydantic writes it for `Term | Not | All | Any`, which refers to itself."""
+    several = {"properties": {"clauses": {"items": {"$ref": "#/$defs/Filter"}, "type": "array"}}}
+    return orjson.dumps(
+        {
+            "$schema": draft,
+            "$defs": {
+                "Term": {
+                    "properties": {"field": {"type": "string"}, "op": {"enum": ["eq", "lt"]}},
+                    "required": ["field", "op"],
+                    "type": "object",
+                },
+                "Not": {
+                    "properties": {"clause": {"$ref": "#/$defs/Filter"}},
+                    "required": ["clause"],
+                    "type": "object",
+                },
+                "All": several | {"required": ["clauses"], "type": "object"},
+                "Any": several | {"required": ["clauses"], "type": "object"},
+                "Filter": {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in ("Term", "Not", "All", "Any")]},
+            },
+            "properties": {"where": {"$ref": "#/$defs/Filter"}},
+            "required": ["where"],
+            "type": "object",
+        }
+    ).decode()
+
+
+@pytest.mark.parametrize("depth", [1, 5, 10])
+@pytest.mark.parametrize("leaf", [{"field": "a", "op": "eq"}, {"field": "a"}, {"field": "a", "op": "x"}, 7])
+@pytest.mark.parametrize(
+    "draft", ["https://json-schema.org/draft/2020-12/schema", "http://json-schema.org/draft-07/schema#"]
+)
+def test_a_recursive_filter_is_judged_in_steps_that_grow_with_its_size(depth: int, leaf: Any, draft: str) -> None:
+    """R15, R145: 230 bytes under such a schema took 21 s and 1 GiB: each level was explored by every branch again."""
+    made = schemas.canonical(filters(draft))
+    value: Any = leaf
+    for _ in range(depth):
+        value = {"clauses": [value]}
+    holds = leaf == {"field": "a", "op": "eq"}
+    assert (schemas.problems(made, {"where": value}) == []) is holds
+    steps = Steps(schemas.MAX_STEPS)
+    list(bounded.errors(schemas._validator(made), bounded.weighed({"where": value}), steps))
+    assert schemas.MAX_STEPS - steps.left <= 50 * (depth + 1)
+
+
+@pytest.mark.parametrize("depth", [12, 24])
+def test_a_filter_deeper_than_is_taken_is_refused_without_being_explored(depth: int) -> None:
+    """R15, R145: 274 bytes ended the stack."""
+    value: Any = {"field": "a"}
+    for _ in range(depth):
+        value = {"clauses": [value]}
+    [told] = schemas.problems(schemas.canonical(filters()), {"where": value})
+    assert told == f"the arguments are nested deeper than {schemas.MAX_DEPTH} levels"
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [
+        ({"additionalProperties": {"anyOf": [{"type": "integer"}] * 1000}}, {f"k{n}": "x" * 900 for n in range(250)}),
+        ({"additionalProperties": {"enum": list(range(10_000))}}, {f"k{n}": n for n in range(10_000)}),
+        ({"additionalProperties": {"const": {"a": [0] * 20_000}}}, {f"k{n}": {"a": []} for n in range(1000)}),
+        (
+            {"additionalProperties": {"not": {"required": ["a" + str(n) for n in range(5000)]}}},
+            {f"k{n}": {} for n in range(9000)},
+        ),
+        ({"properties": {"a": {"anyOf": [{"pattern": f"^(a+)+{n}$"} for n in range(1500)]}}}, {"a": "a" * 200_000}),
+        ({"properties": {"a": {"allOf": [{"uniqueItems": True}] * 2000}}}, {"a": list(range(50_000))}),
+    ],
+)
+def test_arguments_whose_check_is_too_much_work_are_refused_in_words(schema: Any, arguments: Any) -> None:
+    """R15, R145: wide lists, constants, patterns and strings cost steps as branches do; what an agent reads says so."""
+    made = schemas.canonical(orjson.dumps(schema).decode())
+    [told] = schemas.problems(made, arguments)
+    assert told.startswith("the arguments are too complex to be checked")
+    with pytest.raises(TooManySteps):
+        schemas.problems(made, arguments, 500)
+
+
+def test_unique_items_are_counted_once_each() -> None:
+    """R145: comparing each with each took 20 s for 10,000 objects; 1 and 1.0 are one value, 1 and true are two."""
+    made = schemas.canonical('{"properties": {"a": {"uniqueItems": true}}}')
+    items: list[Any] = [{"k": n} for n in range(10_000)]
+    assert schemas.problems(made, {"a": items}) == []
+    assert schemas.problems(made, {"a": [*items, {"k": 3}]}) == ["$.a: the list has non-unique elements"]
+    assert schemas.problems(made, {"a": [1, True, "1", [1], None, 1.5]}) == []
+    assert schemas.problems(made, {"a": [1, 1.0]})
+    assert schemas.problems(made, {"a": [{"x": 1, "y": 2}, {"y": 2, "x": 1}]})
+
+
+@pytest.mark.parametrize("word", ["allOf", "anyOf", "oneOf"])
+def test_a_schema_that_doubles_its_work_with_each_level_is_refused_when_it_is_offered(word: str) -> None:
+    """R145: 2.8 KB of it never ended. Where the same branch is met again the answer is known, so anyOf is taken."""
+    levels: dict[str, Any] = {f"d{n}": {word: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}
+    text = orjson.dumps({"$defs": levels | {"d40": {}}, "$ref": "#/$defs/d0"}).decode()
+    if word == "allOf":
+        with pytest.raises(schemas.SchemaRefused, match="takes more than 10000 steps"):
+            schemas.canonical(text)
+    else:
+        assert schemas.canonical(text)
+
+
+def test_the_schemas_of_one_offer_share_its_steps() -> None:
+    """R145: 64 schemas that are each as much work as one may be are refused by the field that was too much."""
+    wide = orjson.dumps({"properties": {f"p{n}": {"type": "string"} for n in range(1500)}}).decode()
+    with pytest.raises(InvalidArgument) as refused:
+        offers.accepted([offers.Proposal(f"tool_{n}", "", wide) for n in range(20)], ["*"])
+    assert "too large to be checked" in refused.value.violations[-1].description
+    assert 0 < len(refused.value.violations) < 20
+    with pytest.raises(schemas.SchemaRefused, match="too large to be checked"):
+        schemas.canonical(orjson.dumps({"anyOf": [{}] * 20_000}).decode())
+
+
+@pytest.mark.parametrize("word", ["patternProperties", "unevaluatedItems", "unevaluatedProperties"])
+def test_a_word_whose_work_is_not_counted_is_refused(word: str) -> None:
+    """R145: the validator's own loops for it go around the steps."""
+    with pytest.raises(schemas.SchemaRefused, match=f"{word} is not offered"):
+        schemas.canonical(orjson.dumps({"properties": {"a": {word: {}}}}).decode())
+
+
+def test_a_schema_that_names_its_draft_inside_is_counted_as_any_other() -> None:
+    """R145: the validator took its own uncounted form for a part that says which draft it is of."""
+    inner = {"$schema": "https://json-schema.org/draft/2020-12/schema", "pattern": "^(a+)+$"}
+    made = schemas.canonical(orjson.dumps({"properties": {"a": inner}, "additionalProperties": inner}).decode())
+    assert schemas.problems(made, {"a": "a" * 50_000 + "!"}) == ["$.a: does not match '^(a+)+$'"]
+    assert schemas.problems(made, {f"k{n}": "a" for n in range(12_000)})[0].startswith("the arguments are too complex")
+
+
+def test_messages_quote_no_value_at_length() -> None:
+    """R26, R145: each error's text held the whole value: 250 KB for each branch that was tried."""
+    made = schemas.canonical('{"properties": {"a": {"type": "integer"}, "b": {"enum": ["x"]}, "c": {"maxItems": 1}}}')
+    long = {"a": "x" * 100_000, "b": "y" * 100_000, "c": [1] * 1000}
+    found = [error.message for error in bounded.errors(schemas._validator(made), bounded.weighed(long), Steps(9999))]
+    assert len(found) == 3
+    assert all(len(text) < 200 for text in found)
 
 
 @given(st.text(max_size=60))

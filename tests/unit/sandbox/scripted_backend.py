@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from penstock_sandbox.backends.base import (
     SandboxHandle,
     SealedLayer,
 )
+from penstock_sandbox.backends.diffs import DEFAULT_BYTES
 from penstock_sandbox.model import (
     Capabilities,
     FileInfo,
@@ -95,7 +96,7 @@ class ScriptedHandle(SandboxHandle):
     def open_write(self, path: str, mode: int) -> AbstractAsyncContextManager[FileWriter]:
         raise NotImplementedError
 
-    def read_tree(self, path: str, max_bytes: int) -> AsyncIterator[bytes]:
+    def read_tree(self, path: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
         raise NotImplementedError
 
     async def write_tree(self, path: str, archive: int, *, layer: bool = False) -> tuple[int, int]:
@@ -104,7 +105,7 @@ class ScriptedHandle(SandboxHandle):
     async def stat(self, path: str) -> FileInfo:
         raise NotImplementedError
 
-    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], bool]:
+    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], str]:
         raise NotImplementedError
 
     async def make_directory(self, path: str, mode: int) -> None:
@@ -119,7 +120,9 @@ class ScriptedHandle(SandboxHandle):
     async def stats(self) -> Stats:
         raise NotImplementedError
 
-    def diff(self, below: Sequence[str] = ()) -> AsyncIterator[bytes | list[str]]:
+    def diff(
+        self, below: Sequence[str] = (), max_bytes: int = DEFAULT_BYTES
+    ) -> AsyncGenerator[bytes | list[str], None]:
         raise NotImplementedError
 
 

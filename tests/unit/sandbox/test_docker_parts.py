@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from tests.support.waiting import eventually
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
+from penstock_sandbox.attendant import families
 from penstock_sandbox.backends.docker import additions, changes, confinement, handover, hold
 from penstock_sandbox.backends.docker.daemon import Missing, Refused
 from penstock_sandbox.backends.docker.wire import CommandPipes, Wire
@@ -79,7 +81,7 @@ def _judge(program: bytes, architecture: int, number: int, argument: int) -> int
             at += if_true if holds else if_false
 
 
-ALLOWED, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050000 | 38
+ALLOWED, EPERM, ENOSYS, EAFNOSUPPORT = 0x7FFF0000, 0x00050001, 0x00050000 | 38, 0x00050000 | errno.EAFNOSUPPORT
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,28 @@ def test_the_filter_leaves_no_way_to_new_namespaces(architecture: str, name: int
 def test_the_filter_always_comes_to_a_judgement(number: int, argument: int) -> None:
     """R80: no jump leads astray."""
     for architecture, name in (("amd64", 0xC000003E), ("arm64", 0xC00000B7)):
-        assert _judge(confinement.program(architecture), name, number, argument) in (ALLOWED, EPERM, ENOSYS)
+        assert _judge(confinement.program(architecture), name, number, argument) in (
+            ALLOWED,
+            EPERM,
+            ENOSYS,
+            EAFNOSUPPORT,
+        )
+
+
+@pytest.mark.parametrize(
+    ("machine", "architecture", "name", "calls"),
+    [("x86_64", "amd64", 0xC000003E, (41, 53)), ("aarch64", "arm64", 0xC00000B7, (198, 199))],
+)
+@given(st.integers(0, 0xFFFFFFFF))
+def test_both_filters_allow_the_same_four_families_of_sockets(
+    machine: str, architecture: str, name: int, calls: tuple[int, int], family: int
+) -> None:
+    """R92: as the kernel reads the argument, also of a socket pair; no other convention's calls pass."""
+    expected = ALLOWED if family in (1, 2, 10, 16) else EAFNOSUPPORT
+    for program in (confinement.program(architecture), families.program(machine)):
+        assert [_judge(program, name, call, family) for call in calls] == [expected] * 2
+        assert _judge(program, 0x40000003, 102, 1) == EPERM  # i386's socketcall
+    assert families.program("riscv64") == b""
 
 
 # Accounts -------------------------------------------------------------------------------------------------------------
@@ -209,16 +232,19 @@ def test_what_is_handed_over_changes_its_owner_and_nothing_else() -> None:
 
 def test_added_directories_are_taken_whole_and_our_own_paths_left_out() -> None:
     """R76"""
-    listed = [
-        {"Path": "/", "Kind": 0},
-        {"Path": "/workspace", "Kind": 0},
-        {"Path": "/workspace/new", "Kind": 1},
-        {"Path": "/workspace/new/a", "Kind": 1},
-        {"Path": "/workspace/file", "Kind": 0},
-        {"Path": "/workspace/gone", "Kind": 2},
-        {"Path": "/opt/penstock/toolboxes/x", "Kind": 1},
-    ]
-    assert changes.plan(listed) == (["/workspace/new"], ["/workspace/file"], ["/workspace/gone"])
+    listed = changes.Listed([])
+    for path, kind in (
+        ("/", 0),
+        ("/workspace", 0),
+        ("/workspace/new", 1),
+        ("/workspace/new/a", 1),
+        ("/workspace/file", 0),
+        ("/workspace/gone", 2),
+        ("/opt/penstock/toolboxes/x", 1),
+    ):
+        listed.take(path, kind)
+    assert "/workspace/new/a" not in listed.kinds, "it comes with its directory"
+    assert changes.plan(listed.kinds) == (["/workspace/new"], ["/workspace/file"], ["/workspace/gone"])
 
 
 _NAMES = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(lambda parts: "/" + "/".join(parts))
@@ -227,8 +253,7 @@ _NAMES = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(lambda par
 @given(st.dictionaries(_NAMES, st.sampled_from([0, 1, 2]), max_size=20))
 def test_every_change_is_told_once(kinds: dict[str, int]) -> None:
     """R26: nothing is dropped silently."""
-    listed = [{"Path": path, "Kind": kind} for path, kind in kinds.items()]
-    whole, maybe, deleted = changes.plan(listed)
+    whole, maybe, deleted = changes.plan(kinds)
     for path, kind in kinds.items():
         parent = path.rpartition("/")[0]
         if kind == 1:

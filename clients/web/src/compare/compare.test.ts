@@ -63,8 +63,13 @@ describe("a group's figures", () => {
   });
 
   test("rewards that are all equal set nobody apart", () => {
-    const equal = spread([0.1, 0.1, 0.1]);
-    expect(equal && advantage(0.1, equal)).toBeUndefined();
+    for (let size = 1; size <= 64; size++) {
+      for (const reward of [0.1, 1 / 3, 0.7, 1e9 + 0.1]) {
+        const equal = spread(new Array<number>(size).fill(reward));
+        expect(equal).toMatchObject({ mean: reward, deviation: 0 });
+        expect(equal && advantage(reward, equal)).toBeUndefined();
+      }
+    }
     const differing = spread([0, 1]);
     expect(differing).toMatchObject({ mean: 0.5, deviation: 0.5, least: 0, most: 1, count: 2 });
     expect(differing && advantage(1, differing)).toBe(1);

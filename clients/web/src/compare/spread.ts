@@ -13,14 +13,17 @@ export interface Spread {
 /** Of the rewards that there are; undefined = none. The deviation is that of the population, as GRPO divides by. */
 export function spread(rewards: readonly number[]): Spread | undefined {
   if (rewards.length === 0) return undefined;
-  const mean = rewards.reduce((sum, value) => sum + value, 0) / rewards.length;
+  const least = Math.min(...rewards);
+  const most = Math.max(...rewards);
+  // The rounded mean of equal rewards is seldom that reward, and would show a deviation where there is none.
+  const mean = least === most ? least : rewards.reduce((sum, value) => sum + value, 0) / rewards.length;
   const variance = rewards.reduce((sum, value) => sum + (value - mean) ** 2, 0) / rewards.length;
-  return { count: rewards.length, mean, deviation: Math.sqrt(variance), least: Math.min(...rewards), most: Math.max(...rewards) };
+  return { count: rewards.length, mean, deviation: Math.sqrt(variance), least, most };
 }
 
 /** How far a reward is from its group's mean in deviations; undefined where nothing sets the siblings apart. */
 export function advantage(reward: number, over: Spread): number | undefined {
-  return over.deviation > 1e-9 ? (reward - over.mean) / over.deviation : undefined;
+  return over.deviation > 0 ? (reward - over.mean) / over.deviation : undefined;
 }
 
 /** How a group stands at a glance: busy while one runs, a warning where one failed, else good. */

@@ -1,4 +1,5 @@
 // Groups and the reward curve, from the rows: what a group's rewards are, how far apart, and how that goes on over time.
+import { spread } from "../compare/spread";
 import type { Row } from "./board";
 
 export interface Group {
@@ -32,18 +33,17 @@ export function groupsOf(rows: readonly Row[]): Group[] {
 function groupOf(id: string, members: Row[]): Group {
   members.sort((a, b) => a.index - b.index);
   const rewards = members.flatMap((row) => (row.reward === null ? [] : [row.reward]));
-  const mean = rewards.length ? rewards.reduce((sum, value) => sum + value, 0) / rewards.length : null;
-  const variance = mean === null ? 0 : rewards.reduce((sum, value) => sum + (value - mean) ** 2, 0) / rewards.length;
+  const over = spread(rewards);
   const versions = members.flatMap((row) => (row.versions ? [row.versions[1]] : []));
   return {
     id,
     rows: members,
     ended: members.filter((row) => row.ended !== null).length,
     rewards,
-    mean,
-    spread: Math.sqrt(variance),
-    min: rewards.length ? Math.min(...rewards) : 0,
-    max: rewards.length ? Math.max(...rewards) : 0,
+    mean: over?.mean ?? null,
+    spread: over?.deviation ?? 0,
+    min: over?.least ?? 0,
+    max: over?.most ?? 0,
     version: versions.length ? Math.max(...versions) : null,
     created: Math.min(...members.map((row) => row.created)),
   };

@@ -27,11 +27,13 @@ import { FollowingNotice } from "../ui/notice";
 import "./services.css";
 import { servedWords } from "./served";
 import { pushed, rate, Spark } from "./spark";
+import { Troubles } from "./troubles";
 
 export default function Services() {
   return (
     <div class="services">
       <h1 class="visually-hidden">Services</h1>
+      <Troubles />
       <Gate />
       <Inference />
       <Sandboxes />

@@ -138,7 +138,7 @@ function verifier(value: unknown): NonNullable<MessageInitShape<typeof TaskSchem
     reward: reward === "file" ? { case: "rewardFile", value: {} } : { case: "passedShare", value: {} },
     ...(range ? { rangeMin: range.min, rangeMax: range.max } : {}),
     ...(given["command_timeout"] === undefined ? {} : { commandTimeout: seconds(given["command_timeout"], "verifier.command_timeout") }),
-    freshFork: flag(given["fresh_fork"], "verifier.fresh_fork"),
+    ...(given["fresh_fork"] === undefined ? {} : { freshFork: flag(given["fresh_fork"], "verifier.fresh_fork") }),
     restore: list(given["restore"], "verifier.restore", text),
     changesBelow: list(given["changes_below"], "verifier.changes_below", text),
     componentRanges: Object.fromEntries(

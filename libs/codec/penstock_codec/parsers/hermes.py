@@ -18,7 +18,8 @@ def _read(body: str, tools: Sequence[Tool]) -> Sequence[CallText] | Malformed:
 
 
 def _shown_by(template: str) -> bool:
-    others = ("<function", "<arg_key>")
+    # `<function-name>` is in the instructions of Qwen 2.5, Qwen3 and Granite 4; `<function=` is Qwen3-Coder's tag.
+    others = ("<function=", "<arg_key>", "<invoke", "<tool_calls>")
     return all(text in template for text in (*TAGS, "arguments")) and not any(text in template for text in others)
 
 

@@ -1,4 +1,4 @@
-"""Llama 3.1 to 3.3: the turn is a JSON object with `name` and `parameters`, or has one behind <|python_tag|>.
+"""Llama 3.1 to 3.3, and 4: the turn is a JSON object with `name` and `parameters`, or has one behind <|python_tag|>.
 
 Several are separated by semicolons. A turn that begins with a brace is held back while it may still be a call; if it
 turns out to be none, it is the text that it is. A built-in tool's Python (`brave_search.call(...)`) is text.
@@ -26,7 +26,8 @@ def _may_begin_bare(text: str) -> bool:
 
 
 def _shown_by(template: str) -> bool:
-    return all(text in template for text in ("<|start_header_id|>", "ipython", "parameters"))
+    headers = ("<|start_header_id|>", "<|header_start|>")  # of Llama 3 and of Llama 4
+    return any(text in template for text in headers) and "ipython" in template and '"parameters"' in template
 
 
 LLAMA3: Final = Grammar(

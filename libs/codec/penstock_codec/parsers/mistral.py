@@ -18,7 +18,10 @@ from penstock_codec.tool_json import CallText, Malformed, parse_calls, read_argu
 
 _ALPHABET: Final = string.ascii_letters + string.digits
 # The name, an id in some releases, then the arguments; the newest leave [ARGS] out.
-_CALL: Final = re.compile(r"\s*([^\[\]{}\s]{1,256})\s*(?:\[CALL_ID\]\s*([A-Za-z0-9]{9})\s*)?(?:\[ARGS\])?\s*(?=\{)")
+# No repetition here ever goes back over what it took: a body may be a million spaces.
+_CALL: Final = re.compile(
+    r"\s*+([^\[\]{}\s]{1,256}+)\s*+(?:\[CALL_ID\]\s*+([A-Za-z0-9]{9})\s*+)?(?:\[ARGS\])?\s*+(?=\{)"
+)
 
 
 def _new_call_id() -> str:

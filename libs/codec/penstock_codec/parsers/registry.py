@@ -7,6 +7,7 @@ from typing import Final
 
 from penstock_codec.errors import CodecError
 from penstock_codec.parsers.grammar import THINK, Grammar
+from penstock_codec.parsers.granite import GRANITE
 from penstock_codec.parsers.harmony import HARMONY, HarmonyParser
 from penstock_codec.parsers.hermes import HERMES
 from penstock_codec.parsers.llama3 import LLAMA3
@@ -26,6 +27,7 @@ GRAMMARS: Final[Mapping[str, Grammar]] = {
         KIMI,
         GLM,
         HARMONY,
+        GRANITE,
         Grammar("think", THINK),  # reasoning and text
         Grammar("none", {}),  # text
     )
@@ -37,8 +39,11 @@ def parser_for(grammar: Grammar) -> type[CompletionParser]:
     return HarmonyParser if grammar is HARMONY else CompletionParser
 
 
-def choose_grammar(name: str | None, template: str) -> Grammar:
+def choose_grammar(name: str | None, template: str, *, takes_tools: bool = True) -> Grammar:
     """The grammar by name, or by what the template shows; never a silent default.
+
+    A template that `takes_tools` shows how they are called. One that does not may still show calls (DeepSeek's), and
+    else has none.
 
     Raises CodecError PARSER_UNKNOWN or PARSER_UNDETECTED, which name what to set.
     """
@@ -47,12 +52,14 @@ def choose_grammar(name: str | None, template: str) -> Grammar:
         if name not in GRAMMARS:
             raise CodecError("PARSER_UNKNOWN", f"no parser is called {name!r}; there are: {known}")
         return GRAMMARS[name]
-    if "tools" not in template:
-        return GRAMMARS["think" if "<think>" in template else "none"]
     shown = [grammar for grammar in GRAMMARS.values() if grammar.shown_by(template)]
     if len(shown) == 1:
         return shown[0]
+    if not takes_tools:
+        return GRAMMARS["think" if "<think>" in template else "none"]
     kinds = f"of several kinds ({', '.join(item.name for item in shown)})" if shown else "of no known kind"
     raise CodecError(
-        "PARSER_UNDETECTED", f"the chat template's tool calls are {kinds}: set the parser to one of {known}"
+        "PARSER_UNDETECTED",
+        f"the chat template's tool calls are {kinds}: set tool_call_parser, of the rollout's model source or of the"
+        f" inference service, to one of {known}",
     )

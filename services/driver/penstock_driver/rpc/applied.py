@@ -42,3 +42,4 @@ def fill_verifier(shown: rollout_pb2.Task, task: Task) -> None:
     if task.verifier:
         shown.verifier.range_min, shown.verifier.range_max = task.verifier.range_min, task.verifier.range_max
         shown.verifier.command_timeout.CopyFrom(times.duration(task.verifier.command_timeout_s))
+        shown.verifier.fresh_fork = bool(task.verifier.fresh_fork)

@@ -212,7 +212,7 @@ def _verifier(verifier: rollout_pb2.Verifier, found: Findings) -> Verifier:
         range_min=low,
         range_max=high,
         command_timeout_s=_seconds(verifier, "command_timeout", default, here, found),
-        fresh_fork=verifier.fresh_fork,
+        fresh_fork=verifier.fresh_fork if verifier.HasField("fresh_fork") else None,
         restore=tuple(verifier.restore),
         changes_below=tuple(verifier.changes_below),
         component_ranges={name: (span.min, span.max) for name, span in verifier.component_ranges.items()},
@@ -225,8 +225,8 @@ def _check_grading(verifier: rollout_pb2.Verifier, here: str, found: Findings) -
             found.add(f"{here}.restore[{index}]", why)
     if len(verifier.restore) > MAX_PATHS:
         found.add(f"{here}.restore", f"at most {MAX_PATHS} patterns")
-    if verifier.changes_below and not verifier.fresh_fork:
-        found.add(f"{here}.changes_below", "is of use with fresh_fork only")
+    if verifier.changes_below and verifier.HasField("fresh_fork") and not verifier.fresh_fork:
+        found.add(f"{here}.changes_below", "is of use in a fresh fork only, and fresh_fork is false")
     if len(verifier.changes_below) > MAX_PATHS:
         found.add(f"{here}.changes_below", f"at most {MAX_PATHS} directories")
     for index, path in enumerate(verifier.changes_below):

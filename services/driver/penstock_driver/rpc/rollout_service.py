@@ -13,7 +13,7 @@ from penstock.driver.v1 import rollout_pb2, rollout_service_pb2, rollout_service
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis import times
 from penstock_chassis.errors import AlreadyExists, FailedPrecondition, InvalidArgument, NotFound, Unavailable, Violation
-from penstock_driver.fleet import Fleet
+from penstock_driver.fleet import Fleet, end_not_recorded
 from penstock_driver.preflight import Preflight
 from penstock_driver.records import Filter, GroupRecord, Record, new_id, new_records
 from penstock_driver.registry import AgentRegistry
@@ -23,7 +23,7 @@ from penstock_driver.rpc.applied import as_applied
 from penstock_driver.rpc.orders import order_from_proto, preparation_key
 from penstock_driver.rpc.paging import page_size, page_token
 from penstock_driver.rpc.row_stream import watch_rows
-from penstock_driver.rpc.shown import fill_in, group_to_proto, rollout_to_proto
+from penstock_driver.rpc.shown import decode_event, fill_in, group_to_proto, rollout_to_proto
 
 HEARTBEAT_S: Final = 10.0
 WAIT_SHARE: Final = 0.8
@@ -67,7 +67,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             order = order_from_proto(request.spec, self._registry)
             rollout_id = _chosen_id(request.rollout_id, "rollout_id") or new_id("r")
             self._fleet.check_room(1)
-            await self._preflight.check(order, rollout_id)
+            order = await self._preflight.check(order, rollout_id)
             shown = as_applied(request.spec, order).SerializeToString()
             records = new_records(order, shown, [rollout_id])
             key = _preparation_key(request.spec)
@@ -105,7 +105,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                 has_ended = not self._fleet.is_running(request.rollout_id)
                 page = await self._history.events(request.rollout_id, after)
                 for sequence, payload in page:
-                    event = rollout_pb2.RolloutEvent.FromString(payload)
+                    event = decode_event(payload)
                     yield rollout_service_pb2.WatchRolloutResponse(event=event)
                     after = sequence
                     if event.HasField("ended"):
@@ -162,7 +162,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
             self._fleet.check_room(count)
             group_id = _chosen_id(request.group_id, "group_id") or new_id("g")
             ids = tuple(f"{group_id}-{index}" for index in range(count))
-            await self._preflight.check(order, ids[0], group_id)
+            order = await self._preflight.check(order, ids[0], group_id)
             shown = as_applied(request.spec, order).SerializeToString()
             records = new_records(order, shown, ids, group_id)
             stragglers = request.stragglers
@@ -209,7 +209,7 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
                 page = await self._history.group_events(group.group_id, position, summary=request.summary)
                 for position, rollout_id, sequence, payload in page:  # noqa: B007 - the next page begins there
                     if sequence > request.after_sequences.get(rollout_id, 0):
-                        event = rollout_pb2.RolloutEvent.FromString(payload)
+                        event = decode_event(payload)
                         yield rollout_service_pb2.WatchGroupResponse(event=event)
                 if not page:
                     if has_ended:
@@ -228,7 +228,11 @@ class RolloutServicer(rollout_service_pb2_grpc.RolloutServiceServicer):
         for rollout_id in group.rollout_ids:
             if self._fleet.is_running(rollout_id):
                 await self._fleet.wait(rollout_id, None if until is None else max(0.0, until - loop.time()))
-        return rollout_service_pb2.WaitGroupResponse(group=await self._group(request.group_id))
+        is_running = any(self._fleet.is_running(rollout_id) for rollout_id in group.rollout_ids)
+        shown = await self._group(request.group_id)
+        if not shown.ended and not is_running:
+            raise end_not_recorded()
+        return rollout_service_pb2.WaitGroupResponse(group=shown)
 
     async def CancelGroup(  # noqa: N802
         self, request: rollout_service_pb2.CancelGroupRequest, context: Any

@@ -73,6 +73,8 @@ _KINDS: Final = {
     file_service_pb2.FILE_KIND_OTHER: PathKind.OTHER,
 }
 _PROBE_S: Final = 5.0
+_UNTIL_JUDGED_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8)
+"""Pauses while the sandbox service finds out why a sandbox ended."""
 
 
 class GrpcSandboxes:
@@ -235,7 +237,7 @@ class GrpcSandboxes:
 
     async def diff(self, sandbox_id: str, below: Sequence[str], sink: BinaryIO, max_bytes: int) -> Sequence[str]:
         """See ports.Sandboxes."""
-        request = sandbox_service_pb2.DiffSandboxRequest(sandbox_id=sandbox_id, below=below)
+        request = sandbox_service_pb2.DiffSandboxRequest(sandbox_id=sandbox_id, below=below, max_bytes=max_bytes)
         size = 0
         with typed_errors():
             async for event in self._sandboxes.DiffSandbox(request, timeout=TREE_S):
@@ -355,9 +357,11 @@ class GrpcSandboxes:
                 raise error
             await asyncio.sleep(min(0.1 * 2**failures, 5.0))
 
-    async def kill(self, sandbox_id: str, process_id: str) -> None:
+    async def kill(self, sandbox_id: str, process_id: str, *, everything: bool = False) -> None:
         """See ports.Sandboxes."""
-        request = process_service_pb2.KillProcessRequest(sandbox_id=sandbox_id, process_id=process_id)
+        request = process_service_pb2.KillProcessRequest(
+            sandbox_id=sandbox_id, process_id=process_id, everything=everything
+        )
         with typed_errors():
             await self._processes.KillProcess(request, timeout=CALL_S)
 
@@ -372,6 +376,22 @@ class GrpcSandboxes:
         with typed_errors():
             answer = await self._processes.Run(request)
         return _result(answer.result)
+
+    async def ended_inside(self, sandbox_id: str) -> bool:
+        """See ports.Sandboxes. What broke may be heard of sooner than why."""
+        request = file_service_pb2.StatRequest(sandbox_id=sandbox_id, path="/")
+        for pause in _UNTIL_JUDGED_S:
+            try:
+                with typed_errors():
+                    await self._files.Stat(request, timeout=_PROBE_S)
+                return False
+            except PenstockError as error:
+                if error.metadata.get("ended_inside") == "true":
+                    return True
+                if error.reason != "SANDBOX_LOST":
+                    return False
+            await asyncio.sleep(pause)
+        return False
 
     async def delete(self, sandbox_id: str) -> None:
         """See ports.Sandboxes."""

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
+
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.timestamp_pb2 import Timestamp
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from penstock.driver.v1 import rollout_pb2
 from penstock.trajectory.v1 import trajectory_pb2
@@ -73,6 +78,33 @@ def encode_event(rollout_id: str, sequence: int, time: float, event: Happening) 
         case Outcome():
             wire.ended.CopyFrom(outcome_to_proto(event))
     return wire.SerializeToString()
+
+
+def decode_event(payload: bytes) -> rollout_pb2.RolloutEvent:
+    """An event as it was kept.
+
+    Drivers once kept events that are nested deeper than anybody reads; such a one comes without its data.
+    """
+    try:
+        return rollout_pb2.RolloutEvent.FromString(payload)
+    except DecodeError:
+        kept = {field.field_number: field.data for field in _fields(payload)}
+        names = rollout_pb2.RolloutEvent.DESCRIPTOR.fields_by_name
+        event = rollout_pb2.RolloutEvent(
+            sequence=kept[names["sequence"].number],
+            rollout_id=kept[names["rollout_id"].number].decode(),
+            time=Timestamp.FromString(kept[names["time"].number]),
+        )
+        said = {field.field_number: field.data for field in _fields(kept[names["agent_event"].number])}
+        numbers = rollout_pb2.AgentEvent.DESCRIPTOR.fields_by_name
+        event.agent_event.kind = said.get(numbers["kind"].number, 0)
+        event.agent_event.raw_line = said.get(numbers["raw_line"].number, b"")
+        return event
+
+
+def _fields(payload: bytes) -> Any:
+    """The fields of any message, one level of it."""
+    return UnknownFieldSet(Empty.FromString(payload))
 
 
 def command_finished(event: CommandFinished) -> rollout_pb2.CommandFinished:

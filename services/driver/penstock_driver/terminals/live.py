@@ -176,7 +176,8 @@ class LiveEpisode:
             else:
                 outcome = Outcome(reward=done)
         except (RolloutFailed, PenstockError, asyncio.CancelledError) as error:
-            outcome = Outcome(failure=failure_of_step(error, self._course))
+            failure = await self._shared.steps.judged(self._place, failure_of_step(error, self._course))
+            outcome = Outcome(failure=failure)
         except Exception:  # noqa: BLE001 - an episode always ends with an outcome
             _log.exception("a terminal's step failed by a fault of the driver", terminal_id=self._terminal_id)
             outcome = fault(self._course)

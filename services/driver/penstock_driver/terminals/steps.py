@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from penstock_driver import rewards
+from penstock_driver.endings import ended_by_its_agent, is_of_a_sandbox_at_work
 from penstock_driver.launches import FileToWrite
 from penstock_driver.patience import patiently
 from penstock_driver.ports import Command, CommandResult, Exit, ExitReason, Sandboxes
@@ -73,6 +74,12 @@ class TerminalSteps:
             )
         return capture.result(end)
 
+    async def judged(self, place: PlaceRecord, failure: Failure) -> Failure:
+        """The failure, after a look at who ended the sandbox where that is why."""
+        if is_of_a_sandbox_at_work(failure) and await self._sandboxes.ended_inside(place.sandbox_id):
+            return ended_by_its_agent(failure)
+        return failure
+
     async def answer(
         self, order: TerminalOrder, place: PlaceRecord, text: str, steps: int, report: Callable[[CommandFinished], None]
     ) -> Reward | None:
@@ -96,7 +103,8 @@ class TerminalSteps:
 
         async def kill(number: int) -> None:
             async with slots:
-                await patiently(lambda: self._sandboxes.kill(place.sandbox_id, _process_id(number)))
+                last = number == steps  # nothing at all runs beside what grades
+                await patiently(lambda: self._sandboxes.kill(place.sandbox_id, _process_id(number), everything=last))
 
         try:
             async with asyncio.TaskGroup() as tasks:

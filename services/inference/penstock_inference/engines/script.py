@@ -25,7 +25,8 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.errors import InvalidArgument
+from penstock_chassis.validation import violations_of
 
 TOOL_RESULT_MARK = "</tool_response>"
 
@@ -74,7 +75,7 @@ class Script(BaseModel):
         except yaml.YAMLError as error:
             raise InvalidArgument(f"the script is not YAML: {error}", reason="SCRIPT_INVALID") from error
         except ValidationError as error:
-            violations = [Violation(".".join(map(str, e["loc"])) or "script", e["msg"]) for e in error.errors()]
+            violations = violations_of(error, "script")
             raise InvalidArgument(
                 f"the script does not hold: {violations[0].field} {violations[0].description}",
                 reason="SCRIPT_INVALID",

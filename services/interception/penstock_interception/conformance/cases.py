@@ -120,6 +120,8 @@ def _call_as_written(setting: Setting) -> None:
         raise Deviation(
             Verdict.NOT_APPLICABLE, "the template writes an old answer otherwise than behind its own prompt"
         )
+    if "command" not in text[len(prompt) :]:
+        raise Deviation(Verdict.NOT_APPLICABLE, "the template writes no calls")
     read = codec.parse(codec.encode(text[len(prompt) :]), prompt_ids=codec.encode(prompt), tools=(BASH,)).message
     if [call.name for call in read.tool_calls] != ["bash"]:
         raise Deviation(

@@ -52,6 +52,7 @@ _HERMES: Final = _Calls(lambda name, arguments: f"<tool_call>\n{_json('arguments
 _FAMILIES: Final[Mapping[str, _Calls]] = {
     "hermes": _HERMES,
     "llama3": _Calls(_json("parameters"), "; "),
+    "granite": _Calls(_json("arguments"), ", ", "<|tool_call|>[", "]"),
     "qwen3_coder": _Calls(
         _tagged(
             "<tool_call>\n<function={name}>\n",

@@ -7,11 +7,14 @@ shape:
 - the same messages again are a RETRY: of several answers, the one that the agent went on with keeps its line's class;
 - a line that leaves another one in the middle is an EDIT;
 - a new root with tools in another session of the agent is a SUB_AGENT;
-- a new root that starts like a known line (same system prompt and first user message) is a COMPACTION if it has fewer
-  messages, else an EDIT; the known history without its tools is a COMPACTION (the agent asks for a summary);
+- a new root that starts like a known line (same system prompt and first user message) or carries one of its replies
+  is a COMPACTION if it has fewer messages, else an EDIT; the history of a line that has tools, without them, is a
+  COMPACTION (the agent asks for a summary);
 - a root with the main line's system prompt and tools but another task is a COMPACTION, unless the main line waits
   for a tool or the agent names another session: then it is a SUB_AGENT;
-- any other root is a SUB_AGENT if it has tools, else a TITLE; one token at most is a PROBE.
+- any other root is a SUB_AGENT if it has tools or was gone on with, else a TITLE; one token at most is a PROBE.
+
+TITLE, PROBE and RETRY are not trained, so a root is one of them only if nothing was built on its answer.
 """
 
 from __future__ import annotations
@@ -30,13 +33,17 @@ class Lines:
     def __init__(self) -> None:
         self._main: CallNode | None = None  # the last call of the main line
         self._longest: dict[tuple[bytes, bytes], int] = {}  # (system, first user) -> most messages seen
-        self._bare: set[bytes] = set()  # prompts without their tools
+        self._bare: set[bytes] = set()  # prompts of calls that have tools, without them
+        self._replies: dict[bytes, CallNode] = {}  # by the key of a reply that shows something
 
-    def add(self, node: CallNode) -> None:
-        """Take note of a committed call."""
+    def add(self, node: CallNode, reply: bytes | None) -> None:
+        """Take note of a committed call; `reply` is the key of its answer, None where the answer shows nothing."""
         start = (node.key.system, node.key.first_user)
         self._longest[start] = max(self._longest.get(start, 0), node.key.messages)
-        self._bare.add(node.key.bare)
+        if node.key.has_tools:
+            self._bare.add(node.key.bare)
+        if reply is not None:
+            self._replies[reply] = node
         main = self._main
         side = main is not None and main.key.has_tools and not node.key.has_tools  # a title asked for at the same time
         if node.planned_class in _MAIN_LINES and not side:
@@ -61,11 +68,27 @@ class Lines:
             if key.messages < known:
                 return CallClass.COMPACTION, "the same task with a shortened history"
             return CallClass.EDIT, "the same task with an edited history"
+        carried = next((found for item in reversed(keys) if (found := self._replies.get(item)) is not None), None)
+        if carried is not None:
+            return _rewritten(key, carried.key)
         if key.system == main.key.system and key.tools == main.key.tools:
             if elsewhere or main.sampled.message.tool_calls:
                 return CallClass.SUB_AGENT, "a task of its own while the main line waits"
             return CallClass.COMPACTION, "the main line starts anew"
         return (CallClass.SUB_AGENT if key.has_tools else CallClass.TITLE), "another system prompt or other tools"
+
+
+def _rewritten(key: PromptKey, line: PromptKey) -> tuple[CallClass, str]:
+    """The class of a root that carries a reply to the prompt `line`, and what of the line's history is another."""
+    if line.has_tools and not key.has_tools:
+        return CallClass.COMPACTION, "the history again, without its tools"
+    if key.messages <= line.messages:
+        return CallClass.COMPACTION, "a known line with a shortened history"
+    if key.system != line.system:
+        return CallClass.EDIT, "a known line with another system prompt"
+    if key.first_user != line.first_user:
+        return CallClass.EDIT, "a known line with another first message"
+    return CallClass.EDIT, "a known line with an edited history"
 
 
 def settle(nodes: Sequence[CallNode]) -> dict[str, CallClass]:
@@ -101,6 +124,8 @@ def settle(nodes: Sequence[CallNode]) -> dict[str, CallClass]:
             continue
         root = original.planned_class
         if root is CallClass.MAIN and tools_seen and not node.key.has_tools:
-            root = CallClass.SUB_AGENT if node.call_id in continued else CallClass.TITLE
+            root = CallClass.TITLE
+        if root is CallClass.TITLE and node.call_id in continued:
+            root = CallClass.SUB_AGENT
         settled[node.call_id] = root
     return settled

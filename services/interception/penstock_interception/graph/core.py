@@ -8,13 +8,15 @@ the later one opens a branch beside it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 
 from penstock_chassis.errors import AlreadyExists, DataLoss, FailedPrecondition, InvalidArgument
-from penstock_codec import Codec, Inexact
+from penstock_codec import Codec, Continuation, Inexact
 from penstock_codec.chat import Message, Part, Role, Tool
+from penstock_codec.codec import Prompt
 from penstock_codec.random_ids import random_id
 from penstock_interception.graph import classes, samples
 from penstock_interception.graph.fingerprint import (
@@ -63,7 +65,7 @@ class TokenGraph:
         self._children: dict[str, list[CallNode]] = {}
         self._ends: dict[bytes, list[CallNode]] = {}  # by the state of the conversation after the reply
         self._prompts: dict[tuple[bytes, bytes], list[CallNode]] = {}  # by the state of the prompt and template_kwargs
-        self._silent: dict[bytes, CallNode] = {}  # calls whose reply shows nothing, by the state of their prompt
+        self._silent: dict[tuple[bytes, bytes], CallNode] = {}  # calls whose reply shows nothing, by their prompt
         self._tips: dict[str, CallNode] = {}  # the last call of each branch, most recently used last
         self._lines = classes.Lines()
         self._last_tools: tuple[Sequence[Tool], bytes] = ((), tools_key(()))
@@ -118,7 +120,7 @@ class TokenGraph:
         twins = self._prompts.get((key.state, key.kwargs))
         if twins:
             return self._retry_of(twins[-1], key, hints)
-        parent, known = self._find_parent(messages, states)
+        parent, known = self._find_parent(messages, states, key.kwargs)
         reason = ""
         if parent is not None:
             continued = self._continue(parent, messages, known, tools, kwargs)
@@ -126,20 +128,35 @@ class TokenGraph:
                 fork = self._has_continuation(parent)
                 reason = f"history edited after message {known - 1}" if fork else ""
                 call_class = hints.call_class or (CallClass.EDIT if fork else self._line_class(parent))
-                return self._planned(parent, parent.total, continued, key, hints, call_class, fork, reason)
+                plan = self._planned(parent, parent.total, continued.ids, key, hints, call_class, fork, reason)
+                return replace(plan, mixed_up=True) if continued.mixed_up else plan
             reason = f"{continued.reason}: {continued.detail}"
         call_class, why = self._lines.classify_root(key, keys, hints)
         if parent is not None and hints.call_class is None:
             call_class = self._line_class(parent)
-        ids = NO_TOKENS if self._codec is None else self._codec.render(messages, tools, template_kwargs=kwargs)
+            if call_class is CallClass.TITLE:
+                call_class = CallClass.SUB_AGENT  # what was gone on with is none
+        prompt = (
+            Prompt(NO_TOKENS) if self._codec is None else self._codec.prompt(messages, tools, template_kwargs=kwargs)
+        )
+        ids = prompt.ids
         share, keep = self._share(ids)
-        return self._planned(share, keep, ids[keep:], key, hints, call_class, True, reason or why)
+        plan = self._planned(share, keep, ids[keep:], key, hints, call_class, True, reason or why)
+        return replace(plan, mixed_up=True) if prompt.mixed_up else plan
 
     def commit(self, call_id: str, plan: Plan, sampled: Sampled) -> CommitRecord:
-        """Add the call. The record goes to the journal; `restore` replays it.
+        """Add the call, where nothing can refuse its record. Raises what `prepare` does."""
+        record = self.prepare(call_id, plan, sampled)
+        self.apply(record)
+        return record
+
+    def prepare(self, call_id: str, plan: Plan, sampled: Sampled) -> CommitRecord:
+        """The record of a call, which is not in the graph yet: `apply` adds it once the journal has it.
+
+        Nothing else may be applied in between: the record goes on from the chain as it is now.
 
         Raises InvalidArgument COMPLETION_INVALID (R83, with violations), AlreadyExists CALL_ALREADY_COMMITTED,
-        FailedPrecondition PLAN_FOREIGN. After an error the graph is as it was.
+        FailedPrecondition PLAN_FOREIGN.
         """
         if call_id in self._calls:
             raise AlreadyExists(f"call {call_id} was committed before", reason="CALL_ALREADY_COMMITTED")
@@ -158,7 +175,7 @@ class TokenGraph:
             if plan.hints.call_class is None:
                 call_class = CallClass.EDIT if twin is None else CallClass.RETRY
             reason = "the same prompt again" if twin is not None else "another call continued the same turn first"
-        record = CommitRecord(
+        return CommitRecord(
             call_id=call_id,
             branch_id=branch_id,
             parent_call_id=plan.parent_call_id,
@@ -172,14 +189,23 @@ class TokenGraph:
             reason=reason,
             chain=chain_step(self.chain_head, call_id, plan.prompt_sha256, sampled),
         )
-        self._apply(record)
-        return record
 
     @classmethod
     def restore(
         cls, rollout_id: str, codec: Codec | None, records: Iterable[CommitRecord], *, vocab_size: int | None = None
     ) -> Self:
         """The graph that these records, in order, describe. Raises DataLoss when they are not one unbroken chain."""
+        known = list(records)
+        graph = cls.restore_unbroken(rollout_id, codec, known, vocab_size=vocab_size)
+        if len(graph.calls) < len(known):
+            raise DataLoss("the rollout's calls do not form an unbroken chain", reason="GRAPH_CHAIN_BROKEN")
+        return graph
+
+    @classmethod
+    def restore_unbroken(
+        cls, rollout_id: str, codec: Codec | None, records: Iterable[CommitRecord], *, vocab_size: int | None = None
+    ) -> Self:
+        """The graph of those of these records, in order, that come before the chain's first break."""
         graph = cls(rollout_id, codec, vocab_size=vocab_size)
         for record in records:
             parent = None if record.parent_call_id is None else graph._calls.get(record.parent_call_id)
@@ -190,8 +216,8 @@ class TokenGraph:
                 head = chain_next(graph.chain_head, record.call_id, prompt, record.sampled)
                 broken = head != record.chain or record.call_id in graph._calls
             if broken:
-                raise DataLoss("the rollout's calls do not form an unbroken chain", reason="GRAPH_CHAIN_BROKEN")
-            graph._apply(record)
+                break
+            graph.apply(record)
         return graph
 
     def path(self, call_id: str) -> IntArray:
@@ -253,12 +279,15 @@ class TokenGraph:
         self._last_tools = (tools, key)
         return key
 
-    def _find_parent(self, messages: Sequence[Message], states: Sequence[bytes]) -> tuple[CallNode | None, int]:
+    def _find_parent(
+        self, messages: Sequence[Message], states: Sequence[bytes], kwargs: bytes
+    ) -> tuple[CallNode | None, int]:
         """The call that the longest known part of the conversation ends with, and the length of that part."""
         for known in range(len(messages), 0, -1):
             if messages[known - 1].role is not Role.ASSISTANT:
                 # A reply with nothing to see in it (cut off while thinking): clients leave it out.
-                silent = self._silent.get(states[known])
+                # Asked for with other template_kwargs it is another question, and not the turn that goes on.
+                silent = self._silent.get((states[known], kwargs))
                 if silent is not None:
                     return silent, known
                 continue
@@ -276,22 +305,21 @@ class TokenGraph:
         known: int,
         tools: Sequence[Tool],
         kwargs: Mapping[str, Any],
-    ) -> IntArray | Inexact:
+    ) -> Continuation | Inexact:
         if self._codec is None:
-            return NO_TOKENS
+            return Continuation(NO_TOKENS, 0)
         ids = parent.sampled.token_ids
         if ids is None:
             return Inexact("PARENT_WITHOUT_TOKENS", "the turn before was captured without token ids")
         last = ids if ids.size else parent.suffix
         spoken = 1 if messages[known - 1].role is Role.ASSISTANT else 0
-        result = self._codec.continuation(
+        return self._codec.continuation(
             [*messages[: known - spoken], parent.sampled.message],
             messages[known:],
             tools,
             last_id=int(last[-1]) if last.size else None,
             template_kwargs=kwargs,
         )
-        return result if isinstance(result, Inexact) else result.ids
 
     def _retry_of(self, twin: CallNode, key: PromptKey, hints: CallHints) -> Plan:
         call_class = hints.call_class or CallClass.RETRY
@@ -348,7 +376,8 @@ class TokenGraph:
     def _has_continuation(self, node: CallNode) -> bool:
         return any(child.continues_parent for child in self._children.get(node.call_id, ()))
 
-    def _apply(self, record: CommitRecord) -> None:
+    def apply(self, record: CommitRecord) -> None:
+        """Add the call of a record that goes on from the chain's head."""
         parent = None if record.parent_call_id is None else self._calls[record.parent_call_id]
         node = CallNode(
             call_id=record.call_id,
@@ -371,9 +400,10 @@ class TokenGraph:
         reply = self._fingerprints.key(record.sampled.message)
         self._ends.setdefault(next_state(record.key.state, reply), []).append(node)
         self._prompts.setdefault((record.key.state, record.key.kwargs), []).append(node)
-        if not record.sampled.message.tool_calls and not visible_text(record.sampled.message):
-            self._silent[record.key.state] = node
+        silent = not record.sampled.message.tool_calls and not visible_text(record.sampled.message)
+        if silent:
+            self._silent[record.key.state, record.key.kwargs] = node
         self._tips.pop(node.branch_id, None)
         self._tips[node.branch_id] = node
-        self._lines.add(node)
+        self._lines.add(node, None if silent else reply)
         self.chain_head = record.chain

@@ -192,7 +192,9 @@ def _context_key(message: Message, with_call_ids: bool) -> bytes:
 
 
 def _call_parts(call: ToolCallPart, with_call_ids: bool) -> tuple[bytes, bytes, bytes]:
-    return _utf8(call.id) if with_call_ids else b"", _utf8(call.name), canonical_json(call.arguments_json)
+    # Clients write no arguments as `{}` or as nothing at all.
+    arguments = canonical_json(call.arguments_json if call.arguments_json.strip() else "{}")
+    return _utf8(call.id) if with_call_ids else b"", _utf8(call.name), arguments
 
 
 def _utf8(text: str) -> bytes:

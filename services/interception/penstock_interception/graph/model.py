@@ -140,6 +140,8 @@ class Plan:
     reason: str
     key: PromptKey
     hints: CallHints
+    # What texts spell of control tokens could not be told from the template's own.
+    mixed_up: bool = False
     # Of the prompt's ids as little-endian int32: the chain and the journal both name a prompt by it.
     prompt_sha256: bytes = field(init=False)
 
@@ -210,7 +212,7 @@ class Sample:
 
     The mask is 1 exactly on sampled tokens to train; there the logprob is finite and <= 0, elsewhere 0.0. What
     several samples share is masked 1 in one of them only. `weight` is the sample's share of the rollout's trained
-    tokens.
+    tokens. `logprobs_mode` is None where trained turns have different ones, which `modes_mixed` says.
     """
 
     sample_id: str
@@ -225,6 +227,7 @@ class Sample:
     prompt_count: int
     weight: float
     truncated: bool
+    modes_mixed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,16 @@ from dataclasses import replace
 import numpy as np
 
 from penstock_codec.chat import FinishReason
-from penstock_interception.graph.model import Branch, CallClass, CallNode, Sample, SamplePolicy, TurnSpan, VersionSpan
+from penstock_interception.graph.model import (
+    Branch,
+    CallClass,
+    CallNode,
+    LogprobsMode,
+    Sample,
+    SamplePolicy,
+    TurnSpan,
+    VersionSpan,
+)
 from penstock_interception.graph.paths import path_ids, segments
 
 _ORDER = list(CallClass)  # the main line first, retries last
@@ -60,6 +69,7 @@ def _sample(rollout_id: str, leaf: CallNode, call_class: CallClass, policy: Samp
     logprobs = np.zeros(ids.size, dtype=np.float32)
     versions: list[VersionSpan] = []
     turns: list[TurnSpan] = []
+    modes: set[LogprobsMode | None] = set()
     for segment in reversed(list(segments(leaf))):
         node, count = segment.node, segment.sampled
         if not count:
@@ -71,6 +81,7 @@ def _sample(rollout_id: str, leaf: CallNode, call_class: CallClass, policy: Samp
             owned.add(node.call_id)
             mask[start : start + count] = 1
             logprobs[start : start + count] = node.sampled.logprobs
+            modes.add(node.sampled.logprobs_mode)
         turns.append(TurnSpan(node.call_id, start, start + count, why))
         _extend(versions, node.sampled.versions, start, start + count)
     return Sample(
@@ -80,7 +91,9 @@ def _sample(rollout_id: str, leaf: CallNode, call_class: CallClass, policy: Samp
         input_ids=ids,
         loss_mask=mask,
         logprobs=logprobs,
-        logprobs_mode=leaf.sampled.logprobs_mode,
+        # Of all that is trained, or unknown.
+        logprobs_mode=None if len(modes) > 1 else next(iter(modes), leaf.sampled.logprobs_mode),
+        modes_mixed=len(modes) > 1,
         versions=tuple(versions),
         turns=tuple(turns),
         prompt_count=turns[0].start if turns else int(ids.size),

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from penstock_interception.calls import Rollout
 from penstock_interception.ingress import mcp
-from penstock_interception.ingress.dialect import Ask, Route
+from penstock_interception.ingress.dialect import Ask, BadRequest, Route
 from penstock_interception.tokens import Scope
 
 COUNTS: Final = "/v1/messages/count_tokens"
@@ -21,6 +21,19 @@ def credential(request: web.Request) -> str:
     if scheme.lower() == "bearer" and token:
         return token.strip()
     return request.headers.get("x-api-key") or request.headers.get("x-goog-api-key") or ""
+
+
+def check_headers(request: web.Request) -> None:
+    """Refuses headers that are not UTF-8: neither the journal nor a message nor another service takes them.
+
+    Raises BadRequest.
+    """
+    for name, value in request.headers.items():
+        if not value.isascii():
+            try:
+                value.encode()  # the server keeps other bytes as half surrogate pairs
+            except UnicodeEncodeError:
+                raise BadRequest(f"The header {name[:64]} is not UTF-8.", None, "invalid_header") from None
 
 
 def needed(method: str, path: str, route: Route | None) -> Scope:

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 import structlog
@@ -41,6 +42,8 @@ MAX_SESSION_HEADER = 256
 INLINE_BODY_BYTES = 256 << 10
 INLINE_OBJECTS = 512
 UNCOUNTED_BYTES = 12 << 10
+# An answer with the logprobs of more tokens is written in a thread: each costs about 2 us.
+INLINE_LOGPROBS = 512
 _JSON: Final = "application/json"
 _STREAM_HEADERS: Final = {
     "cache-control": "no-cache, no-transform",
@@ -110,6 +113,7 @@ class Ingress:
             return _last(_problem(nearest, outcomes.TOO_MANY_CONNECTIONS))
         dialect, route = nearest, None
         try:
+            admission.check_headers(request)
             if path != mcp.PATH and rollout.opening.mode is not Mode.BLACK_BOX:
                 dialect, route = self._route(request, rollout, path) or (nearest, None)
             needed = admission.needed(request.method, path, route)
@@ -188,7 +192,7 @@ class Ingress:
         parsed, identity = await self._read(
             body, lambda: (dialect.parse_on(body, route, before), identify(dialect, headers, body))
         )
-        call = same_call(rollout, identity)
+        call = same_call(rollout, identity, self._connections.is_taken)
         if call is None and parsed.provider_tools and self._limits.refuse_provider_tools:
             self._audit.tell(Event.PROVIDER_TOOL_REFUSED, rollout_id=rollout.id, peer=request.remote)
             return _problem(dialect, outcomes.of_provider_tools(parsed.provider_tools))
@@ -214,7 +218,8 @@ class Ingress:
             call = await self._turns.begin(rollout, arrival, parsed)
         else:
             call.http_attempts += 1
-        parsed = parsed.without_content()  # a call that waits keeps its body only
+        # A call that waits keeps its body only.
+        parsed = parsed.without_content(self._turns.spell(rollout) if parsed.logprobs else None)
         gate = self._turns.gate
         gate.attach(call)
         try:
@@ -231,11 +236,17 @@ class Ingress:
         problem = outcomes.of_ended(call)
         if problem is not None:
             return _problem(dialect, problem)
-        response = web.Response(body=dialect.answer(call, parsed), content_type=_JSON)
+        body = await self._written(call, parsed, lambda: dialect.answer(call, parsed))
+        response = web.Response(body=body, content_type=_JSON)
         await response.prepare(request)
         await response.write_eof()
-        self._turns.gate.told(call)
+        await self._connections.answered(request, response, call.id, partial(self._turns.gate.told, call))
         return response
+
+    async def _written(self, call: Call, parsed: ChatRequest, write: Callable[[], bytes]) -> bytes:
+        """An answer's bytes, made here, or in a thread when there is much to tell of its tokens (R32)."""
+        long = parsed.spell is not None and call.completion is not None and call.completion.count > INLINE_LOGPROBS
+        return await self._turns.elsewhere(write) if long else write()
 
     async def _stream(
         self, request: web.Request, dialect: DialectCodec, call: Call, parsed: ChatRequest
@@ -254,10 +265,12 @@ class Ingress:
             await response.write(stream.keep_alive())
             await asyncio.wait([call.ended], timeout=self._limits.keep_alive_s)
         problem = outcomes.of_ended(call)
-        await response.write(stream.answer() if problem is None else stream.problem(problem))
+        await response.write(
+            await self._written(call, parsed, stream.answer) if problem is None else stream.problem(problem)
+        )
         await response.write_eof()
         if call.state is CallState.DELIVERED:
-            self._turns.gate.told(call)
+            await self._connections.answered(request, response, call.id, partial(self._turns.gate.told, call))
         return response
 
     def _nearest(self, path: str) -> DialectCodec:

@@ -1,8 +1,9 @@
 """OpenAI Chat Completions, exactly as the OpenAI SDKs and ai-sdk read it (R30).
 
 A stream: a chunk with the role, deltas of reasoning, text and tool calls (each with its index), a chunk with the finish
-reason, the usage if it was asked for, `[DONE]`. Keep-alives are SSE comments, which every client skips. A failure after
-the stream has begun is a data event with an `error` object, which the SDKs raise; nothing follows it.
+reason, the usage if it was asked for, `[DONE]`. Logprobs that were asked for come whole, with the first delta that says
+something. Keep-alives are SSE comments, which every client skips. A failure after the stream has begun is a data event
+with an `error` object, which the SDKs raise; nothing follows it.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ChatCompletions(PlainStreams):
                     for item in call.message.tool_calls
                 ]
             finish = _finish(call)
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish}
+        choice = {"index": 0, "message": message, "logprobs": _logprobs(call, request), "finish_reason": finish}
         head = _head(call, request, "chat.completion")
         return orjson.dumps({**head, "choices": [choice], "usage": _usage(call)})
 
@@ -94,7 +95,10 @@ class ChatCompletions(PlainStreams):
                 deltas.append(
                     {"tool_calls": [{"index": index, "id": item.id, "type": "function", "function": function}]}
                 )
-        events = [_event({**head, "choices": [_choice(delta, None)]}) for delta in deltas]
+        choices = [_choice(delta, None) for delta in deltas]
+        # They are of the whole answer, and come with the first of it.
+        choices[min(1, len(choices) - 1)]["logprobs"] = _logprobs(call, request)
+        events = [_event({**head, "choices": [choice]}) for choice in choices]
         events.append(_event({**head, "choices": [_choice({}, _finish(call))]}))
         if request.include_usage:
             events.append(_event({**head, "choices": [], "usage": _usage(call)}))
@@ -118,6 +122,20 @@ def _head(call: Call, request: ChatRequest, kind: str) -> dict[str, Any]:
 
 def _choice(delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+
+
+def _logprobs(call: Call, request: ChatRequest) -> dict[str, Any] | None:
+    """One entry for each sampled token; None unless they are asked for and known."""
+    if request.spell is None or call.completion is None:
+        return None
+    tokens = call.completion.tokens
+    if tokens is None or tokens.logprobs is None:
+        return None
+    content = [
+        {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data), "top_logprobs": []}
+        for data, logprob in zip(request.spell(tokens.ids), tokens.logprobs.tolist(), strict=True)
+    ]
+    return {"content": content, "refusal": None}
 
 
 def _finish(call: Call) -> str:

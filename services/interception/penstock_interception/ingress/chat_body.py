@@ -32,10 +32,9 @@ from penstock_interception.graph.fingerprint import KNOWN_TOOLS_CHARS
 from penstock_interception.ingress import chat_fields as fields
 from penstock_interception.ingress.dialect import BadRequest
 from penstock_interception.ingress.reading import json_object, json_text, refusal
-from penstock_interception.requests import ChatRequest, Spoken
+from penstock_interception.requests import ChatRequest, Spoken, is_hosted_field
 
 # What a provider would do beside the model: search, plug-ins, a server's tools.
-_HOSTED = ("web_search_options", "plugins", "web_search")
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier", "prompt_cache_retention"}
 )
@@ -199,6 +198,12 @@ def _request(body: fields.Settings, given: tuple[Tool, ...] | None) -> ChatReque
     """What a body asks for, its messages apart."""
     if body.n is not None and body.n != 1:
         raise BadRequest("n: only 1 completion per request is served here.", "n", "unsupported_value")
+    if body.top_logprobs:
+        raise BadRequest(
+            "top_logprobs: only 0 is served here: the logprobs of sampled tokens are known, those of others are not.",
+            "top_logprobs",
+            "unsupported_value",
+        )
     notes: list[str] = []
     tools = given or ()
     if len({tool.name for tool in tools}) != len(tools):
@@ -208,14 +213,12 @@ def _request(body: fields.Settings, given: tuple[Tool, ...] | None) -> ChatReque
     choice = _choice(body, tools, notes)
     if body.stream_options is not None and not body.stream:
         notes.append("stream_options without stream was ignored")
-    if body.logprobs or body.top_logprobs:
-        notes.append("logprobs are captured, not returned to the agent")
     limits = [limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None]
     if len(set(limits)) > 1:
         notes.append("max_tokens and max_completion_tokens differ; the smaller holds")
     extra = body.model_extra or {}
     notes += [f"{name} was ignored" for name in sorted(extra) if name not in _IGNORED]
-    hosted = tuple(name for name in _HOSTED if extra.get(name) is not None)
+    hosted = tuple(name for name in sorted(extra) if is_hosted_field(name) and extra[name] is not None)
     thinking = body.chat_template_kwargs.enable_thinking if body.chat_template_kwargs is not None else None
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop) if body.stop else None
     sampling = Sampling(
@@ -245,6 +248,7 @@ def _request(body: fields.Settings, given: tuple[Tool, ...] | None) -> ChatReque
         normalisations=tuple(notes),
         template_kwargs={} if thinking is None else {"enable_thinking": thinking},
         provider_tools=hosted,
+        logprobs=bool(body.logprobs),
     )
 
 

@@ -10,6 +10,10 @@ Invariants: a connection that reads for longer than `header_s`, or whose head gr
 ended; so is one that takes less than `PROGRESS_BYTES` of what is written to it in `write_s`. When all places are taken,
 the oldest connection that has shown no credential gives way to a new one: who holds none cannot keep others out (R4).
 Nothing here costs a task or a timer for each connection.
+
+An answer that was written out is taken once its reader shows it: by the next request on the connection, or by ending it
+without a reset, with every byte acknowledged (R105). Until then a repeat of its request belongs to it, unless the
+connection stands and all of it went out.
 """
 
 from __future__ import annotations
@@ -23,9 +27,12 @@ import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from penstock_chassis import sockets
+
 _log = structlog.get_logger(__name__)
 
 PROGRESS_BYTES: Final = 64 << 10
+LINGER_S: Final = 1.0
 IDLE_S: Final = 75.0
 """How long the HTTP server keeps a connection between two requests."""
 
@@ -82,6 +89,8 @@ class Connections:
         self._reading: dict[_Connection, float] = {}
         self._stuck: dict[_Connection, tuple[float, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        # Answers that were written out and not seen to be taken, by what they answer.
+        self._answers: dict[str, _Connection] = {}
 
     def __len__(self) -> int:
         return len(self._all)
@@ -132,6 +141,33 @@ class Connections:
             raise TooSlow from None
         except (web.RequestPayloadError, HttpProcessingError):
             raise BrokenBody from None
+
+    async def answered(
+        self, request: web.Request, response: web.StreamResponse, key: str, on_taken: Callable[[], None]
+    ) -> None:
+        """An answer was written out as a whole. `on_taken` is called when it is seen that the other end took it.
+
+        Where the connection ends with this answer, its reader is given a moment to end it first, which tells.
+        """
+        connection = self._all.get(request.protocol)
+        if connection is None:
+            return
+        connection.settle(took=False)
+        connection.answer = (key, on_taken)
+        self._answers[key] = connection
+        if not response.keep_alive:
+            connection.lost = self._loop.create_future()
+            await asyncio.wait([connection.lost], timeout=LINGER_S)
+
+    def is_taken(self, key: str) -> bool:
+        """Whether an answer that was written out stands on an open connection to whose end all of it went."""
+        connection = self._answers.get(key)
+        return connection is not None and connection.gets_all()
+
+    def forget(self, key: str, connection: _Connection) -> None:
+        """Whether that answer was taken is known, or never will be."""
+        if self._answers.get(key) is connection:
+            del self._answers[key]
 
     def close(self) -> None:
         """Ends the timer."""
@@ -258,8 +294,10 @@ class _Connection(asyncio.Protocol):
         "_served",
         "_tail",
         "_transport",
+        "answer",
         "at_work",
         "inner",
+        "lost",
         "peer",
         "rollout_id",
     )
@@ -277,6 +315,8 @@ class _Connection(asyncio.Protocol):
         self.peer = ""
         self.rollout_id = ""
         self.at_work = False
+        self.answer: tuple[str, Callable[[], None]] | None = None
+        self.lost: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -292,12 +332,17 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.settle(took=exc is None and self._transport is not None and sockets.has_all(self._transport))
         self._transport = None
+        if self.lost is not None and not self.lost.done():
+            self.lost.set_result(None)
         self._connections.closed(self)
         if self._served:
             self.inner.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.answer is not None and self._transport is not None and sockets.has_all(self._transport):
+            self.settle(took=True)
         if not self._deaf and (self.at_work or self._read_head(data)):
             self.inner.data_received(data)
 
@@ -321,6 +366,20 @@ class _Connection(asyncio.Protocol):
         """A request is done with; what comes next is another one's head."""
         self.at_work = False
 
+    def settle(self, *, took: bool) -> None:
+        """What became of the last answer, if that is still open."""
+        if self.answer is None:
+            return
+        key, on_taken = self.answer
+        self.answer = None
+        self._connections.forget(key, self)
+        if took:
+            on_taken()
+
+    def gets_all(self) -> bool:
+        """Whether what was written goes to an end that is there."""
+        return self._transport is not None and sockets.gets_all(self._transport)
+
     def unsent(self) -> int:
         """Bytes that were written and that the kernel has not taken."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
@@ -328,6 +387,7 @@ class _Connection(asyncio.Protocol):
     def abort(self, why: str) -> None:
         """Ends the connection at once, whatever is still to be sent."""
         _log.info("a connection was ended", why=why, peer=self.peer, rollout_id=self.rollout_id)
+        self.settle(took=False)
         self._connections.closed(self)
         if self._transport is not None:
             self._transport.abort()

@@ -6,7 +6,7 @@ An SDK that loses its connection, or gets an error that it may retry, sends its 
    with another body is refused.
 2. A request that says that it is a retry (`x-stainless-retry-count` above 0) is the last call with the same body.
 3. Any other request with the body of an open call whose connections are all gone, or of an answered call whose answer
-   was never written out completely, is that call: nobody else can be waiting for it.
+   nobody took as a whole before its connection ended, is that call: nobody else can be waiting for it.
 4. Everything else is a new call, also when its body was seen before: an agent may ask the same twice.
 
 Bodies are the same when what the dialect calls their essence is: a client may write one request in several ways.
@@ -16,7 +16,7 @@ A call that ended without an answer is never joined: a retry of it is a new call
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock_codec.quick import quick
@@ -54,8 +54,11 @@ def identify(dialect: DialectCodec, headers: Mapping[str, str], body: bytes) -> 
     return Identity(f"body:{name}:{same.hex()}", digest, False, says_retry)
 
 
-def same_call(rollout: Rollout, identity: Identity) -> Call | None:
-    """The call that a request repeats; None when it is new. Raises BadRequest for a key with another body."""
+def same_call(rollout: Rollout, identity: Identity, is_taken: Callable[[str], bool]) -> Call | None:
+    """The call that a request repeats; None when it is new. Raises BadRequest for a key with another body.
+
+    `is_taken` knows of a call whose answer stands on an open connection whether all of it went out there.
+    """
     call = rollout.by_retry_key.get(identity.retry_key)
     if call is None:
         return None
@@ -67,4 +70,4 @@ def same_call(rollout: Rollout, identity: Identity) -> Call | None:
         return call
     if not call.state.terminal:
         return call if call.attached <= 0 else None
-    return call if not call.told else None
+    return None if call.told or is_taken(call.id) else call

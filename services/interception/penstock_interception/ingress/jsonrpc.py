@@ -11,6 +11,9 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 
+from penstock_interception.ingress.dialect import BadRequest
+from penstock_interception.ingress.reading import refuse_repeated_keys
+
 PARSE_ERROR: Final = -32700
 INVALID_REQUEST: Final = -32600
 METHOD_NOT_FOUND: Final = -32601
@@ -69,6 +72,10 @@ def parse(body: bytes) -> Message:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise RpcError(PARSE_ERROR, "The body is no JSON.", status=400) from error
+    try:
+        refuse_repeated_keys(body, value)
+    except BadRequest as error:
+        raise RpcError(INVALID_REQUEST, error.message, status=400) from None
     if isinstance(value, list):
         raise RpcError(INVALID_REQUEST, "Batches are not taken: one message a request.", status=400)
     if not isinstance(value, dict) or value.get("jsonrpc") != "2.0":

@@ -15,6 +15,8 @@ import hashlib
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -28,6 +30,7 @@ from penstock_interception.ingress import jsonrpc
 from penstock_interception.ingress.connections import BrokenBody, Connections, TooSlow
 from penstock_interception.ingress.jsonrpc import Notification, Request, RpcError
 from penstock_interception.tools import content, schemas
+from penstock_interception.tools.bounded import TooManySteps
 from penstock_interception.tools.model import CallKey, HostTool, ToolCall, ToolResult
 from penstock_interception.turns import Turns
 
@@ -37,7 +40,8 @@ PATH: Final = "/mcp"
 VERSIONS: Final = ("2025-11-25", "2025-06-18", "2025-03-26")
 """Newest first."""
 INLINE_BYTES: Final = 8 << 10
-"""Arguments that are checked where they are; larger ones in a thread."""
+"""Arguments that are checked where they are, if that takes few steps; all others in a thread."""
+INLINE_STEPS: Final = 500
 
 _JSON: Final = "application/json"
 _EVENTS: Final = "text/event-stream"
@@ -83,7 +87,9 @@ class McpServer:
                     self._desk.cancel(rollout.id, "AGENT_CANCELLED", session)
                 return web.Response(status=204)
             body = await self._connections.body(request, self._body)
-            message = jsonrpc.parse(body)
+            # In a thread where it may take long: a body that is written with spaces is read twice.
+            parse = partial(jsonrpc.parse, body)
+            message = parse() if len(body) <= INLINE_BYTES else await self._turns.elsewhere(parse)
             if isinstance(message, Request):
                 number = message.id
                 return await self._answer(request, rollout, message, session, body)
@@ -176,7 +182,8 @@ class McpServer:
 
     async def _wrong_with(self, tool: HostTool, arguments: dict[str, Any], size: int) -> list[str]:
         if size <= INLINE_BYTES:
-            return schemas.problems(tool.schema, arguments)
+            with suppress(TooManySteps):
+                return schemas.problems(tool.schema, arguments, INLINE_STEPS)
         return await self._turns.elsewhere(lambda: schemas.problems(tool.schema, arguments))
 
     async def _wait(self, request: web.Request, message: Request, call: ToolCall) -> web.StreamResponse:
@@ -191,7 +198,7 @@ class McpServer:
             await self._keep_alive(response, message, call)
             await response.write(_event(_result(message, call)))
         await response.write_eof()
-        self._desk.told(call)
+        await self._connections.answered(request, response, call.id, partial(self._desk.told, call))
         return response
 
     async def _keep_alive(self, response: web.StreamResponse, message: Request, call: ToolCall) -> None:
@@ -212,7 +219,7 @@ class McpServer:
 def _checked(request: web.Request) -> str:
     """The MCP session that a request names, "" for none. Raises RpcError for what is no request of MCP."""
     origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).hostname not in ("127.0.0.1", "localhost", "::1"):
+    if origin is not None and _host(origin) not in ("127.0.0.1", "localhost", "::1"):
         raise RpcError(jsonrpc.INVALID_REQUEST, "This origin is not served.", status=403)
     if request.method not in ("POST", "DELETE"):
         raise RpcError(jsonrpc.INVALID_REQUEST, "Use POST.", status=405)
@@ -222,6 +229,13 @@ def _checked(request: web.Request) -> str:
     if session and not _SESSION_ID.fullmatch(session):
         raise RpcError(jsonrpc.INVALID_REQUEST, "Mcp-Session-Id: at most 128 visible characters.", status=400)
     return session
+
+
+def _host(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).hostname
+    except ValueError:  # such as half of an IPv6 address
+        return None
 
 
 def _welcome(message: Request) -> dict[str, Any]:

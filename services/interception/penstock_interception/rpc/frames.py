@@ -5,36 +5,53 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import structlog
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis import times
 from penstock_interception import observing
 from penstock_interception.calls import Call, Dialect
+from penstock_interception.completions import Failure
 from penstock_interception.requests import ChatRequest
 from penstock_interception.rpc import convert, tools
-from penstock_interception.sessions import Outbox, View
+from penstock_interception.sessions import CALL_BYTES, Outbox, View
+
+_log = structlog.get_logger(__name__)
 
 FRAME_BYTES = 4 << 20
-# Below the transport's limit of 64 MiB; a call that is larger goes without what its view asked for.
-CALL_BYTES = 48 << 20
+_TOO_LARGE = Failure("CALL_TOO_LARGE", f"The call takes more than {CALL_BYTES} bytes.", retriable=False)
 
 
 class CallWriter:
-    """Writes calls; `parse` reads a stored body again where a view asks for messages."""
+    """Writes calls. What cannot be written fails alone: it must not end the session of whoever was to have it."""
 
-    def __init__(self, parse: Callable[[Dialect, bytes], ChatRequest]) -> None:
+    def __init__(self, parse: Callable[[Dialect, bytes], ChatRequest], fail: Callable[[Call, Failure], None]) -> None:
+        """`parse` reads a stored body again where a view asks for messages; `fail` ends a call."""
         self._parse = parse
+        self._fail = fail
 
     def add(self, calls: RepeatedCompositeFieldContainer[pb.ModelCall], call: Call, view: View) -> int:
         """Writes a call, ready for an engine, behind `calls`: in its place, since a copy of a long prompt costs.
 
-        Returns its size in bytes.
+        Returns its size in bytes; 0 for one that failed, and is not written.
         """
-        message = calls.add(**_fields(call))
+        before, failure = len(calls), _TOO_LARGE
+        try:
+            size = self._write(calls.add(**_fields(call)), call, view)
+        except Exception:  # noqa: BLE001 - logged, and the call fails
+            _log.exception("a call could not be written", call_id=call.id, rollout_id=call.rollout.id)
+            size, failure = 0, Failure("INTERNAL")
+        if 0 < size <= CALL_BYTES:
+            return size
+        del calls[before:]
+        self._fail(call, failure)
+        return 0
+
+    def _write(self, message: pb.ModelCall, call: Call, view: View) -> int:
         textual = call.plan is not None and not call.plan.exact
         wanted = int(view.messages or textual) + int(view.body)
-        if wanted and wanted * len(call.arrival.body) > CALL_BYTES:
+        if wanted and message.ByteSize() + wanted * len(call.arrival.body) > CALL_BYTES:
             message.view_truncated = True
         elif wanted:
             self._add_view(message, call, view.messages or textual, view.body)
@@ -74,6 +91,8 @@ def _call_frames(calls: Iterable[Call], writer: CallWriter, view: View) -> Itera
         if call.plan is None:
             continue  # it ended while an earlier frame went out
         added = writer.add(frame.calls.calls, call, view)
+        if not added:
+            continue
         if size and size + added > FRAME_BYTES:
             del frame.calls.calls[-1]
             yield frame

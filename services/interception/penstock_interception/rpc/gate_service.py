@@ -16,12 +16,15 @@ from penstock.interception.v1 import interception_pb2
 from penstock.interception.v1 import rollout_gate_service_pb2 as pb
 from penstock.interception.v1 import rollout_gate_service_pb2_grpc as pb_grpc
 from penstock.trajectory.v1 import trajectory_pb2
-from penstock_chassis.errors import FailedPrecondition
+from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
+from penstock_codec import ControlTokens
 from penstock_codec.chat import Sampling
+from penstock_codec.parsers import GRAMMARS
 from penstock_interception.budgets import RunBudgets
 from penstock_interception.calls import (
     AgentHints,
     CallerUpstream,
+    CodecChoice,
     Dialect,
     InferenceRef,
     Mode,
@@ -47,6 +50,11 @@ T = TypeVar("T")
 HEARTBEAT_S = 10.0
 MAX_LABELS = 64
 _ID = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
+_CONTROL_TOKENS = {
+    interception_pb2.CONTROL_TOKENS_UNSPECIFIED: ControlTokens.PLAIN,
+    interception_pb2.CONTROL_TOKENS_PLAIN: ControlTokens.PLAIN,
+    interception_pb2.CONTROL_TOKENS_PARSE: ControlTokens.PARSE,
+}
 _MODES = {value: key for key, value in trajectory.MODES.items()}
 register_gate = pb_grpc.add_RolloutGateServiceServicer_to_server
 
@@ -295,17 +303,35 @@ def _mode_from(value: interception_pb2.Mode.ValueType) -> Mode:
 
 
 def _source_from(source: interception_pb2.ModelSource) -> tuple[Source, str | None]:
+    choice = _choice_from(source)
     match source.WhichOneof("source"):
         case "upstream":
+            if choice != CodecChoice():
+                field = "tool_call_parser" if choice.parser else "control_tokens"
+                raise convert.invalid(f"source.{field}", "not for an upstream, which makes its own prompts")
             upstream = source.upstream
             if upstream.WhichOneof("endpoint") == "caller":
                 return CallerUpstream(upstream.caller.base_url, upstream.model), upstream.caller.api_key or None
             return NamedUpstream(upstream.name, upstream.model), None
         case "tokenizer":
-            return TokenizerRef(source.tokenizer.name), None
+            return TokenizerRef(source.tokenizer.name, codec=choice), None
         case "inference":
-            return InferenceRef(source.inference.name, source.inference.adapter), None
-    return InferenceRef(), None
+            return InferenceRef(source.inference.name, source.inference.adapter, codec=choice), None
+    return InferenceRef(codec=choice), None
+
+
+def _choice_from(source: interception_pb2.ModelSource) -> CodecChoice:
+    control_tokens = _CONTROL_TOKENS.get(source.control_tokens)
+    if control_tokens is None:
+        raise convert.invalid("source.control_tokens", "not a known value")
+    if source.tool_call_parser and source.tool_call_parser not in GRAMMARS:
+        known = f"there are: {', '.join(sorted(GRAMMARS))}"
+        raise InvalidArgument(
+            f"No parser is called {source.tool_call_parser!r}; {known}.",
+            reason="PARSER_UNKNOWN",
+            violations=[Violation("source.tool_call_parser", known)],
+        )
+    return CodecChoice(source.tool_call_parser, control_tokens)
 
 
 def _run_budgets_from(request: pb.OpenRolloutRequest | pb.CheckSourceRequest) -> RunBudgets | None:

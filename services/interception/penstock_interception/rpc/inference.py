@@ -16,7 +16,7 @@ from penstock.inference.v1 import inference_service_pb2 as pb
 from penstock.inference.v1 import inference_service_pb2_grpc as pb_grpc
 from penstock_chassis.channel import error_from_rpc
 from penstock_chassis.errors import DataLoss, FailedPrecondition, PenstockError, Unavailable
-from penstock_interception.calls import Answerer, Call, Dialect, ModelFacts
+from penstock_interception.calls import Answerer, Call, CodecChoice, Dialect, ModelFacts
 from penstock_interception.codecs import CodecCache
 from penstock_interception.completions import Completion
 from penstock_interception.requests import ChatRequest
@@ -24,6 +24,8 @@ from penstock_interception.rpc import convert
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
 
 CHECK_TIMEOUT_S = 10.0
+NO_ENGINE = "none"
+"""`GetInfoResponse.engine` of a service that has a tokenizer alone."""
 _FOR_GOOD = frozenset({"INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION"})
 
 
@@ -38,33 +40,41 @@ class InferenceSource(ModelSource):
         codecs: CodecCache,
         parse: Callable[[Dialect, bytes], ChatRequest],
         adapter: str,
+        choice: CodecChoice,
     ) -> None:
         self._stub = pb_grpc.InferenceServiceStub(channel)
         self._codecs = codecs
         self._parse = parse
         self._adapter = adapter
+        self._choice = choice
 
     async def resolve(self, asked_model: str) -> Resolved:
         try:
             info: pb.GetInfoResponse = await self._stub.GetInfo(pb.GetInfoRequest(), timeout=CHECK_TIMEOUT_S)
+            answers = info.engine != NO_ENGINE
             if not info.capabilities.token_ids:
                 return Resolved(ModelFacts(model=info.model, max_context_tokens=info.max_context_tokens or None), None)
             if not info.tokenizer_sha256:
-                raise FailedPrecondition("The inference service has no tokenizer.", reason="TEMPLATE_UNSUPPORTED")
+                raise FailedPrecondition(
+                    "The inference service has no tokenizer that it can use. Its log says why at its start: where the"
+                    " chat template does not tell how tools are called, set its tool_call_parser.",
+                    reason="TEMPLATE_UNSUPPORTED",
+                )
             facts = ModelFacts(
                 model=info.model,
                 tokenizer_sha256=info.tokenizer_sha256.hex(),
                 template_sha256=info.chat_template_sha256.hex(),
-                parser=info.tool_call_parser,
+                parser=self._choice.parser or info.tool_call_parser,
+                control_tokens=self._choice.control_tokens,
                 vocabulary_size=info.vocabulary_size or None,
                 max_context_tokens=info.max_context_tokens or None,
             )
             if self._known(facts):
-                return Resolved(facts, await self._codecs.of(facts))
+                return Resolved(facts, await self._codecs.of(facts), answers)
             async with self._codecs.fetching:
                 if self._known(facts):
-                    return Resolved(facts, await self._codecs.of(facts))
-                codec = await self._codecs.from_named(await self._files(), facts.parser)
+                    return Resolved(facts, await self._codecs.of(facts), answers)
+                codec = await self._codecs.from_named(await self._files(), facts.codec)
             files = codec.files
             facts = replace(facts, tokenizer_sha256=files.tokenizer_sha256, template_sha256=files.template_sha256)
         except grpc.aio.AioRpcError as error:
@@ -74,7 +84,7 @@ class InferenceSource(ModelSource):
                 reason="INFERENCE_UNREACHABLE",
                 retry_after_s=told.retry_after_s or 2.0,
             ) from error
-        return Resolved(facts, codec)
+        return Resolved(facts, codec, answers)
 
     async def complete(self, call: Call) -> Completion:
         if call.plan is None:

@@ -14,6 +14,7 @@ from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 from penstock_chassis import times
 from penstock_chassis.errors import FailedPrecondition
 from penstock_interception.calls import Call
+from penstock_interception.ports import durable
 from penstock_interception.rpc import convert, results, tools, trajectory
 from penstock_interception.rpc.frames import CallWriter
 from penstock_interception.rpc.gate_service import paged
@@ -110,7 +111,8 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         await self._turns.store.settled()
         response = pb.LeaseCallsResponse()
         for call in calls:
-            self._writer.add(response.calls, call, view)
+            if call.plan is not None:  # it may have ended meanwhile
+                self._writer.add(response.calls, call, view)
         return response
 
     async def CompleteCalls(  # noqa: N802
@@ -124,9 +126,10 @@ class InterceptServicer(pb_grpc.InterceptServiceServicer):
         self, request: pb.RegisterToolsRequest, context: grpc.aio.ServicerContext[ProtoMessage, ProtoMessage]
     ) -> pb.RegisterToolsResponse:
         session = self._gate.dispatcher.session(request.session_id)
-        offered = offers.accepted(tools.proposals_from(request.tools), self._allowed_tools)
+        proposals = tools.proposals_from(request.tools)
+        offered = await self._turns.elsewhere(lambda: offers.accepted(proposals, self._allowed_tools))
         selector = selector_from(request.selector) if request.HasField("selector") else session.lane.selector
-        await asyncio.shield(self._gate.tools.offer(session, selector, offered))
+        await durable(self._gate.tools.offer(session, selector, offered))
         return pb.RegisterToolsResponse()
 
     async def ListCalls(  # noqa: N802

@@ -21,6 +21,9 @@ from penstock_interception.sessions import Session
 from penstock_interception.turns import Turns
 
 DEFAULT_PAUSE_S = 600.0
+UNREAD_REPLIES = 64
+UNACKNOWLEDGED_FRAMES = 64
+"""From so many on a trainer's further frames are not read, until it reads what it is told."""
 
 
 class InterceptStream:
@@ -37,6 +40,7 @@ class InterceptStream:
         self._heartbeat_s = heartbeat_s
         self._stopping = stopping
         self._replies: list[pb.InterceptResponse] = []
+        self._read = asyncio.Event()
         self._judged = _Judged()
         self._judged_tools = _Judged()
         self._heard = asyncio.get_running_loop().time()
@@ -66,7 +70,7 @@ class InterceptStream:
             acknowledged = await results.told(verdicts)
             while (more := judged.take_settled()) is not None:
                 acknowledged.MergeFrom(await results.told(more))
-            self._reply(pb.InterceptResponse(acknowledged=acknowledged))
+            await self._reply(pb.InterceptResponse(acknowledged=acknowledged))
 
     async def _acknowledge_tool_results(self) -> None:
         while (verdicts := await self._judged_tools.take()) is not None:
@@ -74,7 +78,7 @@ class InterceptStream:
             acknowledged = pb.ToolResultsAcknowledged(
                 accepted_tool_call_ids=told.accepted_call_ids, rejected=told.rejected
             )
-            self._reply(pb.InterceptResponse(tool_results_acknowledged=acknowledged))
+            await self._reply(pb.InterceptResponse(tool_results_acknowledged=acknowledged))
 
     def _judge_tool_result(self, message: pb.HostToolResult) -> Accepted | Rejection:
         result = tools.result_from(message)
@@ -91,7 +95,10 @@ class InterceptStream:
             if box.calls or box.tool_calls:
                 # A call that a trainer has seen is one that a restart still knows.
                 await self._turns.store.settled()
+                # A tool has effects: what the disk refused is not asked for.
+                box.tool_calls = [call for call in box.tool_calls if call.holder is session]
             replies, self._replies = self._replies, []
+            self._read.set()
             for frame in (*frames_of(box, writer, session.view), *replies):
                 yield frame
             if session.ended:
@@ -126,7 +133,7 @@ class InterceptStream:
         match request.WhichOneof("frame"):
             case "results":
                 given = request.results.results
-                self._judged.put([await results.judge_one(self._turns, result, session) for result in given])
+                await self._judged.put([await results.judge_one(self._turns, result, session) for result in given])
             case "credits":
                 dispatcher.set_credit(session, credits_from(request.credits, least=0, bytes_now=session.credit.bytes))
             case "pause":
@@ -142,15 +149,19 @@ class InterceptStream:
                 self._said_goodbye = True
             case "tool_results":
                 brought = request.tool_results.results
-                self._judged_tools.put([self._judge_tool_result(result) for result in brought])
+                await self._judged_tools.put([self._judge_tool_result(result) for result in brought])
             case "hello":
                 raise AlreadyExists("Hello is sent once.", reason="HELLO_REPEATED")
             case "heartbeat" | None:
                 pass
 
-    def _reply(self, frame: pb.InterceptResponse) -> None:
+    async def _reply(self, frame: pb.InterceptResponse) -> None:
+        """Sends a frame with the next ones. Waits while those before it are not read."""
         self._replies.append(frame)
         self.session.wake()
+        while len(self._replies) > UNREAD_REPLIES and not self.session.ended:
+            self._read.clear()
+            await self._read.wait()
 
 
 class _Judged:
@@ -159,12 +170,16 @@ class _Judged:
     def __init__(self) -> None:
         self._frames: deque[list[Accepted | Rejection]] = deque()
         self._more = asyncio.Event()
+        self._fewer = asyncio.Event()
         self._over = False
 
-    def put(self, verdicts: list[Accepted | Rejection]) -> None:
-        """One frame's."""
+    async def put(self, verdicts: list[Accepted | Rejection]) -> None:
+        """One frame's. Waits while a trainer that sends more reads nothing."""
         self._frames.append(verdicts)
         self._more.set()
+        while len(self._frames) > UNACKNOWLEDGED_FRAMES:
+            self._fewer.clear()
+            await self._fewer.wait()
 
     def end(self) -> None:
         """No further frame comes."""
@@ -178,10 +193,12 @@ class _Judged:
                 return None
             self._more.clear()
             await self._more.wait()
+        self._fewer.set()
         return self._frames.popleft()
 
     def take_settled(self) -> list[Accepted | Rejection] | None:
         """The oldest frame's when nothing of it is on its way to the disk any more: one commit takes many frames."""
         if self._frames and all(isinstance(one, Rejection) or one.committed.done() for one in self._frames[0]):
+            self._fewer.set()
             return self._frames.popleft()
         return None

@@ -10,7 +10,7 @@ from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock_chassis.errors import InvalidArgument, NotFound
 from penstock_interception.completions import Failure
 from penstock_interception.metrics import REJECTED
-from penstock_interception.ports import Accepted, Rejection, RejectionReason
+from penstock_interception.ports import Accepted, Rejection, RejectionReason, recorded
 from penstock_interception.rpc import convert
 from penstock_interception.sessions import Session
 from penstock_interception.turns import Turns
@@ -44,11 +44,24 @@ async def told(verdicts: Sequence[Accepted | Rejection]) -> pb.ResultsAcknowledg
                 )
             )
         else:
-            if not verdict.committed.done():
-                await asyncio.shield(verdict.committed)
-            verdict.committed.result()
-            acknowledged.accepted_call_ids.append(verdict.call_id)
+            committed = verdict.committed
+            if not committed.done():
+                await asyncio.wait([committed])
+            if recorded(committed):
+                acknowledged.accepted_call_ids.append(verdict.call_id)
+            else:
+                acknowledged.rejected.append(_not_recorded(verdict.call_id))
     return acknowledged
+
+
+def _not_recorded(call_id: str) -> pb.ResultRejected:
+    """The disk refused an answer: the session and its other answers go on."""
+    REJECTED.labels("journal_failed").inc()
+    return pb.ResultRejected(
+        call_id=call_id,
+        reason=pb.ResultRejected.REASON_CALL_ENDED,
+        message="JOURNAL_FAILED: the service could not record the result, so the call failed; its agent may ask again.",
+    )
 
 
 async def judge_one(turns: Turns, result: pb.CallResult, session: Session | None) -> Accepted | Rejection:

@@ -16,6 +16,8 @@ class Resolved:
 
     facts: ModelFacts
     codec: Codec | None
+    answers: bool = True
+    """Whether it can answer calls; False: it makes prompts and the trainer answers."""
 
 
 class SourceError(Exception):

@@ -18,6 +18,7 @@ from penstock_interception.calls import (
     Answerer,
     Call,
     CallerUpstream,
+    CodecChoice,
     Dialect,
     InferenceRef,
     Mode,
@@ -41,6 +42,7 @@ class Endpoint:
 
     base_url: str
     api_key: str | None = None
+    models: tuple[str, ...] = ("*",)
 
 
 class Sources:
@@ -52,14 +54,14 @@ class Sources:
         http: aiohttp.ClientSession,
         parse: Callable[[Dialect, bytes], ChatRequest],
         *,
-        inference: Mapping[str, Callable[[str], ModelSource]],
+        inference: Mapping[str, Callable[[str, CodecChoice], ModelSource]],
         upstreams: Mapping[str, Endpoint],
         tokenizers: Mapping[str, Path],
         caller_endpoints: bool,
     ) -> None:
         """`parse` reads a call's body again.
 
-        `inference` makes the source of a configured service for an adapter ("" = the base weights).
+        `inference` makes the source of a configured service for an adapter ("" = the base weights) and a way to read.
         """
         self._codecs = codecs
         self._http = http
@@ -74,28 +76,43 @@ class Sources:
         """The source that a rollout in this mode names.
 
         Raises FailedPrecondition: INFERENCE_UNKNOWN, UPSTREAM_UNKNOWN, UPSTREAM_NOT_ALLOWED, TOKENIZER_UNKNOWN,
-        SOURCE_UNSUITABLE; InvalidArgument for an address that is none.
+        MODEL_NOT_ALLOWED, SOURCE_UNSUITABLE; InvalidArgument for an address that is none.
         """
         match ref:
-            case InferenceRef(name, adapter):
+            case InferenceRef(name, adapter, codec=choice):
                 if mode is Mode.BLACK_BOX:
                     raise FailedPrecondition("Black box mode needs an upstream.", reason="SOURCE_UNSUITABLE")
                 make = self._inference.get(name or "default")
                 if make is None:
                     raise FailedPrecondition("No inference service of this name.", reason="INFERENCE_UNKNOWN")
-                return make(adapter)
-            case TokenizerRef(name):
+                return make(adapter, choice)
+            case TokenizerRef(name, codec=choice):
                 if mode is not Mode.INTERCEPTION_GATE:
                     raise FailedPrecondition("A tokenizer answers no calls.", reason="SOURCE_UNSUITABLE")
                 path = self._tokenizers.get(name)
                 if path is None:
                     raise FailedPrecondition("No tokenizer of this name.", reason="TOKENIZER_UNKNOWN")
-                return _TokenizerSource(path, self._codecs)
+                return _TokenizerSource(path, self._codecs, choice)
             case NamedUpstream(name, model):
                 endpoint = self._upstreams.get(name)
                 if endpoint is None:
                     raise FailedPrecondition("No upstream of this name.", reason="UPSTREAM_UNKNOWN")
-                return UpstreamSource(self._http, self._parse, endpoint.base_url, endpoint.api_key, model, shown=name)
+                source = UpstreamSource(
+                    self._http,
+                    self._parse,
+                    endpoint.base_url,
+                    endpoint.api_key,
+                    model,
+                    shown=name,
+                    models=endpoint.models,
+                )
+                if model and not source.allows(model):
+                    raise FailedPrecondition(
+                        f"The operator does not allow this model of the upstream {name}: ask for one that matches"
+                        f" {', '.join(endpoint.models)}.",
+                        reason="MODEL_NOT_ALLOWED",
+                    )
+                return source
             case CallerUpstream(base_url, model):
                 if not self._caller_endpoints:
                     raise FailedPrecondition(
@@ -111,11 +128,18 @@ class Sources:
         """
         source = self.source(mode, ref, caller_key)
         try:
-            return await self._resolved.get((ref, caller_key, asked_model), lambda: source.resolve(asked_model))
+            found = await self._resolved.get((ref, caller_key, asked_model), lambda: source.resolve(asked_model))
         except CodecError as error:
             raise FailedPrecondition(
                 f"The model's tokenizer cannot be used: {error}", reason="TEMPLATE_UNSUPPORTED"
             ) from error
+        if mode is not Mode.INTERCEPTION_GATE and not found.answers:
+            raise FailedPrecondition(
+                "The inference service has no engine (engine = none): only the interception gate, where the trainer"
+                " answers, works with it.",
+                reason="SOURCE_UNSUITABLE",
+            )
+        return found
 
     async def codec(self, facts: ModelFacts) -> Codec | None:
         """The codec of a rollout that comes back after a restart."""
@@ -127,17 +151,25 @@ class _TokenizerSource(ModelSource):
 
     answerer = Answerer.TRAINER
 
-    def __init__(self, path: Path, codecs: CodecCache) -> None:
+    def __init__(self, path: Path, codecs: CodecCache, choice: CodecChoice) -> None:
         self._path = path
         self._codecs = codecs
+        self._choice = choice
 
     async def complete(self, call: Call) -> Completion:
         raise SourceError("NOBODY_TO_DELEGATE_TO", retriable=False)
 
     async def resolve(self, asked_model: str) -> Resolved:
         files = TokenizerFiles.from_directory(self._path)
-        codec = await self._codecs.from_files(files, "")
-        facts = ModelFacts(asked_model, files.tokenizer_sha256, files.template_sha256, vocabulary_size=codec.vocab_size)
+        codec = await self._codecs.from_files(files, self._choice)
+        facts = ModelFacts(
+            asked_model,
+            files.tokenizer_sha256,
+            files.template_sha256,
+            self._choice.parser,
+            self._choice.control_tokens,
+            codec.vocab_size,
+        )
         return Resolved(facts, codec)
 
 

@@ -9,7 +9,8 @@ caller's key or none.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import aiohttp
@@ -22,7 +23,7 @@ from penstock_codec.openai_chat import read_finish_reason, read_message, read_us
 from penstock_interception.calls import Answerer, Call, Dialect, ModelFacts
 from penstock_interception.completions import Completion, Tokens
 from penstock_interception.graph.model import IntArray, LogprobsMode
-from penstock_interception.requests import ChatRequest
+from penstock_interception.requests import ChatRequest, is_hosted_field
 from penstock_interception.sources.base import ModelSource, Resolved, SourceError
 from penstock_interception.sources.chat_writer import chat_body
 
@@ -33,7 +34,9 @@ MAX_ANSWER_BYTES = 32 << 20
 MAX_LISTING_BYTES = 1 << 20
 # Servers that return token ids on request, by what their list of models says.
 _TOKEN_TELLERS = frozenset({"vllm"})
-_DROPPED = ("stream", "stream_options", "n")
+_DROPPED = ("stream", "stream_options", "n", "models")
+# A softmax rounds the logprob of a sure token to a little above 0; more than this is no logprob, and is refused.
+_ROUNDED = 1e-3
 
 
 class UpstreamSource(ModelSource):
@@ -50,14 +53,21 @@ class UpstreamSource(ModelSource):
         model: str,
         *,
         shown: str,
+        models: Sequence[str] = ("*",),
     ) -> None:
+        """`model` is what is asked for, "" as the agent asks; `models` are patterns of those that may be."""
         self._http = http
         self._parse = parse
         self._shown = shown
         self.base_url = base_url.rstrip("/")
         self._api_key = api_key
         self._headers = self.credentials()
-        self._model = model
+        self.model = model
+        self._models = tuple(models)
+
+    def allows(self, model: str) -> bool:
+        """Whether the operator lets this model be asked for; "" is the endpoint's own choice."""
+        return any(fnmatchcase(model, pattern) for pattern in self._models)
 
     def credentials(self, header: str = "authorization") -> dict[str, str]:
         """The header that carries the endpoint's key, a bearer token or the bare key; for this endpoint only (R11)."""
@@ -89,13 +99,15 @@ class UpstreamSource(ModelSource):
                 f"The upstream {self._shown} refuses its key (HTTP {status}): check the key and whom it is for.",
                 reason="UPSTREAM_KEY_REFUSED",
             )
-        return Resolved(ModelFacts(model=self._model or asked_model, tells_tokens=_tells_tokens(listed)), None)
+        return Resolved(ModelFacts(model=self.model or asked_model, tells_tokens=_tells_tokens(listed)), None)
 
     async def complete(self, call: Call) -> Completion:
         """One completion of the agent's body."""
         body = await self._body(call)
-        if self._model:
-            body["model"] = self._model
+        if self.model:
+            body["model"] = self.model
+        if not self.allows(str(body.get("model") or "")):
+            raise SourceError("MODEL_NOT_ALLOWED", retriable=False)
         body.update(_asked(call, body))
         if call.rollout.facts.tells_tokens:
             body.update({"logprobs": True, "return_token_ids": True})
@@ -126,9 +138,7 @@ class UpstreamSource(ModelSource):
             written = await asyncio.to_thread(lambda: chat_body(self._parse(arrival.dialect, arrival.body)))
             return {"model": arrival.model_requested, **written}
         body: dict[str, Any] = orjson.loads(arrival.body)
-        for name in _DROPPED:
-            body.pop(name, None)
-        return body
+        return {name: value for name, value in body.items() if name not in _DROPPED and not is_hosted_field(name)}
 
 
 def _asked(call: Call, body: dict[str, Any]) -> dict[str, Any]:
@@ -171,6 +181,7 @@ def _tokens(answer: dict[str, Any], choice: dict[str, Any]) -> tuple[Tokens | No
         return Tokens(ids), np.asarray(prompt, dtype=np.int32)
     # What the server's mode is it does not say; before temperature and filters is vLLM's default.
     logprobs = np.asarray([item["logprob"] for item in content], dtype=np.float32)
+    logprobs[(logprobs > 0) & (logprobs <= _ROUNDED)] = 0
     return Tokens(ids, logprobs, LogprobsMode.RAW), np.asarray(prompt, dtype=np.int32)
 
 

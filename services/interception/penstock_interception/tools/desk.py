@@ -26,7 +26,7 @@ from penstock_chassis.errors import ResourceExhausted
 from penstock_interception.calls import CallState, Opening
 from penstock_interception.clock import Clock
 from penstock_interception.deadlines import Deadlines
-from penstock_interception.ports import Accepted, Rejection, RejectionReason
+from penstock_interception.ports import Accepted, Rejection, RejectionReason, recorded
 from penstock_interception.sessions import Selector, Session
 from penstock_interception.tools.model import (
     CallKey,
@@ -215,7 +215,7 @@ class ToolDesk:
         )
         rollout.made += 1
         self._keep(call)
-        self._store.put_call(call)
+        self._store.put_call(call).add_done_callback(lambda written: self._written(call, written))
         return call
 
     def attach(self, call: ToolCall) -> None:
@@ -367,8 +367,12 @@ class ToolDesk:
         if not call.claimed:
             session.send_tool_call(call)
 
+    def _written(self, call: ToolCall, written: asyncio.Future[list[int]]) -> None:
+        if not recorded(written):
+            self._end(call, CallState.FAILED, "JOURNAL_FAILED")
+
     def _committed(self, call: ToolCall, written: asyncio.Future[list[int]], reason: str = "") -> None:
-        if written.cancelled() or written.exception() is not None:
+        if not recorded(written):
             call.result = None
             self._finish(call, CallState.FAILED, "JOURNAL_FAILED")
         else:

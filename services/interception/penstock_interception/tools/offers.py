@@ -10,6 +10,7 @@ from typing import Final
 
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_interception.tools import schemas
+from penstock_interception.tools.bounded import Steps
 from penstock_interception.tools.model import HostTool
 
 MAX_TOOLS: Final = 64
@@ -90,6 +91,7 @@ def accepted(proposals: Sequence[Proposal], allowed: Iterable[str]) -> tuple[Hos
     if len(proposals) > MAX_TOOLS:
         broken.append(Violation("tools", f"at most {MAX_TOOLS}"))
     seen: set[str] = set()
+    steps = Steps(schemas.MAX_OFFER_STEPS)
     for index, proposal in enumerate(proposals[:MAX_TOOLS]):
         here = f"tools[{index}]"
         if not _NAME.fullmatch(proposal.name):
@@ -100,7 +102,7 @@ def accepted(proposals: Sequence[Proposal], allowed: Iterable[str]) -> tuple[Hos
         if len(proposal.description.encode(errors="replace")) > MAX_DESCRIPTION_BYTES:
             broken.append(Violation(f"{here}.description", f"at most {MAX_DESCRIPTION_BYTES >> 10} KiB"))
         try:
-            tools.append(HostTool(proposal.name, proposal.description, schemas.canonical(proposal.schema)))
+            tools.append(HostTool(proposal.name, proposal.description, schemas.canonical(proposal.schema, steps)))
         except schemas.SchemaRefused as error:
             broken.append(Violation(f"{here}.parameters_json_schema", str(error)))
     if broken:

@@ -125,7 +125,11 @@ class _Connection:
 
     def _source_ended(self) -> None:
         self._streams.sources.pop(self._stream, None)
-        self._settle()
+        if self._source.broken:
+            # The service was told and says no more of it: nothing else would end it.
+            self._abort()
+        else:
+            self._settle()
 
     def _settle(self) -> None:
         if self._open and not self._sink.open and not self._source.open:

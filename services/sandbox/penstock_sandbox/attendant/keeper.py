@@ -4,6 +4,9 @@ Purpose: a process that leaves its group and its session (a daemon) is still its
 is a child subreaper. So the whole tree can be killed without control groups and without privileges. Where the kernel
 has no subreapers (gVisor before 2023) a tree is known by a group of its own, which its processes cannot leave.
 
+A process that forks and ends before its number is killed is missed by every listing. So a tree that does not die takes
+all that the workload's user runs with it: the kernel kills those in one step, from which no fork escapes.
+
 Invariants
 - What became of the program's execution is told before its exit, which is told at most once; each order is answered.
 - It is forked ahead of its program where nobody inside may touch it: what waits holds nothing of the workload's yet.
@@ -31,7 +34,10 @@ from penstock_sandbox.attendant import frames, system
 from penstock_sandbox.spawner import files
 
 _KILL_DEADLINE_S = 10.0
+# By then every tree is dead that does not make new processes faster than they are found.
+_KILL_ALL_AFTER_S = 2.0
 _KILL_PAUSE_MS = 2
+_KILL_ALL_PAUSES = 100
 _LOOK_AGAIN_MS = 1000
 # Marks are from here to twice as much: ids that no account has.
 _FIRST_MARK = 2**30
@@ -203,7 +209,10 @@ class _Keeping:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
             except ChildProcessError:
-                return self._mark is not None and bool(_marked(self._mark))
+                if self._mark is None:
+                    return False
+                found, certain = _marked(self._mark)
+                return bool(found) or not certain
             if pid == 0:
                 return True
             if pid == self._first:
@@ -219,22 +228,43 @@ class _Keeping:
                 _tell(self._control, ended)
 
     def _kill_tree(self) -> int:
-        """Kill until nothing is left; answers how many were, after the deadline."""
-        deadline = time.monotonic() + _KILL_DEADLINE_S
+        """Kill until nothing is left; answers how many were at least, after the deadline."""
+        began = time.monotonic()
         pause = select.poll()
         while self._reap():
             found = _descendants(os.getpid())
             if self._mark is not None:
-                found = sorted({*found, *_marked(self._mark)})
+                found = sorted({*found, *_marked(self._mark)[0]})
             for pid in found:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except (ProcessLookupError, PermissionError):
                     continue  # it ended meanwhile, or has another user's rights: the deadline tells
-            if time.monotonic() > deadline:
-                return len(found)
+            taken_s = time.monotonic() - began
+            if taken_s > _KILL_DEADLINE_S:
+                # Whoever is left may be in no listing.
+                return max(1, len(found))
+            if taken_s > _KILL_ALL_AFTER_S and self._workload.separate:
+                self._kill_all(pause)
             pause.poll(_KILL_PAUSE_MS)
         return 0
+
+    def _kill_all(self, pause: select.poll) -> None:
+        """Kill all that the workload's user runs in this sandbox, but for the first process: other trees as well."""
+        try:
+            killer = os.fork()
+        except OSError:
+            return  # the workload has taken every process there is: the next pass kills some
+        if killer == 0:
+            try:
+                self._workload.kill_all()
+            finally:
+                os._exit(0)
+        # Not for ever: it may have been stopped, and is killed then like the rest.
+        for _ in range(_KILL_ALL_PAUSES):
+            if os.waitpid(killer, os.WNOHANG)[0]:
+                return
+            pause.poll(_KILL_PAUSE_MS)
 
 
 def _descendants(root: int) -> List[int]:
@@ -257,21 +287,26 @@ def _descendants(root: int) -> List[int]:
     return found
 
 
-def _marked(mark: int) -> List[int]:
-    """Every process that has a group, those aside that are dead and not yet reaped."""
+def _marked(mark: int) -> Tuple[List[int], bool]:
+    """Every process that has a group, those aside that are dead and not yet reaped; and whether that is certainly all.
+
+    It is not where one that was listed could not be looked at: it may have had the group, and a successor that has it.
+    """
     wanted = b"%d" % mark
     found: List[int] = []
+    certain = True
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 with open("/proc/%s/status" % name, "rb") as file:
                     lines = file.read().splitlines()
             except OSError:
-                continue  # it ended meanwhile
+                certain = False  # it ended meanwhile
+                continue
             fields = {line.partition(b":")[0]: line.partition(b":")[2].split() for line in lines}
             if wanted in fields.get(b"Groups", ()) and fields.get(b"State", [b"Z"])[0] not in (b"Z", b"X"):
                 found.append(int(name))
-    return found
+    return found, certain
 
 
 def _execute(feed: socket.socket, told: int, workload: system.Workload, mark: Optional[int]) -> NoReturn:

@@ -105,6 +105,8 @@ class Source:
         self._on_end = on_end
         self._on_read = on_read
         self.open = True
+        # Whether reading failed, as a connection does that its peer broke off.
+        self.broken = False
         os.set_blocking(descriptor, False)
         self.go_on()
 
@@ -131,6 +133,7 @@ class Source:
             # A terminal whose last user is gone says EIO where a pipe says end of file.
             if error.errno != errno.EIO:
                 self._say(frames.RESET, self.stream, frames.pack_message({"errno": error.errno}))
+                self.broken = True
                 self.stop()
                 return
             data = b""

@@ -22,7 +22,7 @@ import socket
 import sys
 from typing import Any, List, NoReturn, Optional, Tuple
 
-from penstock_sandbox.attendant import frames, system
+from penstock_sandbox.attendant import families, frames, system
 from penstock_sandbox.attendant.words import ATTACH, NO_ATTENDANT, OUTPUT
 
 _READ = 64 * 1024
@@ -51,7 +51,11 @@ def main(arguments: Optional[List[str]] = None) -> int:
     serve.add_argument("--expect", default="", help="the program that this process must be running, else enter nothing")
     serve.add_argument("--cgroup", action="append", default=[], help="a cgroup.procs file that the workload joins")
     serve.add_argument("--seccomp", help="a file with a filter (BPF) for the workload's system calls")
-    serve.add_argument("--confine", action="store_true", help="the workload may gain no privilege (implied by --enter)")
+    serve.add_argument(
+        "--confine",
+        action="store_true",
+        help="the workload may gain no privilege and make few kinds of sockets (implied by --enter)",
+    )
     serve.add_argument("--root-mode", type=_octal, help="the mode that the sandbox's root directory gets first")
     serve.add_argument("--most-processes", type=int, default=0, help="that the workload may have; 0 = no limit")
     serve.add_argument("--home", default="", help="told in the greeting")
@@ -232,7 +236,8 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
     # Before anything is entered: what is started stays in this process's group, unless it is given one to join, whose
     # kills the service then counts itself.
     oom_counter = None if groups else system.open_oom_counter()
-    seccomp = b""
+    # Whoever gives a filter of its own has this in it.
+    seccomp = families.program(platform.machine()) if given.confine or given.enter is not None else b""
     if given.seccomp:
         with open(given.seccomp, "rb") as file:
             seccomp = file.read()
@@ -257,6 +262,8 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
         if given.enter is not None:
             system.drop_bounding_set()
             system.shed_privileges()
+    if life is not None:
+        life.settle()
     return system.Workload(
         ids,
         outer if root else None,
@@ -273,9 +280,7 @@ def _enter(given: argparse.Namespace, null: int) -> system.Workload:
 
 def _check_program(pid: int, expected: str) -> None:
     """Whoever enters the namespaces of another program than the sandbox's would run the workload outside of it."""
-    with open("/proc/%d/cmdline" % pid, "rb") as file:
-        found = file.read(_READ)
-    if found != os.fsencode(expected) + b"\0":
+    if os.readlink("/proc/%d/exe" % pid) != expected:
         what = "process %d is not the sandbox's first one: its runtime keeps its processes elsewhere" % pid
         raise OSError(errno.ESRCH, what)
 

@@ -258,8 +258,12 @@ class Process:
             message = frames.parse_message(text)
             if "answer" in message:
                 reply = self._orders.pop(message["answer"])
+                life = self._workload.life
                 if "errno" in message:
                     reply.refuse(message["errno"], message["what"])
+                elif life is not None and not life.intact():
+                    # It outlives every tree, so what became of it would be there when work is graded.
+                    reply.refuse(errno.ECHILD, "the sandbox's first process runs another program")
                 else:
                     reply.answer({})
                 self._part()

@@ -19,6 +19,7 @@ PARTS = (
     "penstock_sandbox.attendant.words",
     "penstock_sandbox.attendant.put",
     "penstock_sandbox.attendant.frames",
+    "penstock_sandbox.attendant.families",
     "penstock_sandbox.attendant.system",
     "penstock_sandbox.attendant.keeper",
     "penstock_sandbox.attendant.loop",

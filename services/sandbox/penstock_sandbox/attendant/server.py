@@ -145,7 +145,7 @@ class Attendant:
             # No traceback: printing one opens source files, by now in the sandbox's root.
             sys.stderr.write("attendant: %s: %r\n" % (request.get("op"), error))
             sys.stderr.flush()
-            reply.refuse(errno.EIO, "a defect of the attendant: %r" % (error,))
+            reply.refuse(errno.ENOTRECOVERABLE, "a defect of the attendant: %r" % (error,))
 
     # Processes ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 import resource
+import signal
 import struct
 from typing import Iterator, List, Optional, Tuple
 
@@ -45,6 +46,9 @@ _SECBIT_NO_SETUID_FIXUP = 1 << 2
 _SECCOMP_MODE_FILTER = 2
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 _SYS_PIDFD_OPEN = 434  # the same on every architecture
+
+_KILLER = 65530
+_KILL_PASSES = 100
 
 ASIDE = 65533
 """The user and group of what serves a workload that is root: nobody else's, so that no right of root's reaches it."""
@@ -203,12 +207,29 @@ class Life:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._program = self._runs()
         self.descriptor = pidfd_open(pid)
         """Readable when it has ended; None where the kernel has no such thing."""
 
     def ends(self) -> bool:
         """Whether it is dying, which kills all others."""
         return dying.is_dying(self._proc, self._pid)
+
+    def settle(self) -> None:
+        """To be called with the rights that the caller keeps: what it may not see with these is no sign of a change."""
+        if self._runs() is None:
+            self._program = None
+
+    def intact(self) -> bool:
+        """Whether it runs the program that it ran when this was made, as far as the caller may know."""
+        return self._program is None or self._runs() == self._program
+
+    def _runs(self) -> Optional[Tuple[int, int]]:
+        try:
+            program = os.stat("%d/exe" % self._pid, dir_fd=self._proc)
+        except OSError:
+            return None  # it has ended, or only its own user may know
+        return program.st_dev, program.st_ino
 
 
 class Workload:
@@ -273,6 +294,32 @@ class Workload:
     def separate(self) -> bool:
         """Whether the workload is another user than the attendant, which it then can neither signal nor trace."""
         return self.ids is not None and (self._outer or self.ids)[0] != os.geteuid()
+
+    def kill_all(self) -> None:
+        """Kill every process that the workload's user may signal; for a child that ends then, where ``separate``.
+
+        One pass is one step of the kernel's, which no fork escapes; where the kernel is another (gVisor), many are
+        made. The caller signals with the workload's right and has another user by itself, whom nobody can signal.
+        """
+        assert self.ids is not None
+        uid, gid = self._outer or self.ids
+        try:
+            os.setgroups([])
+        except PermissionError:
+            pass  # a user namespace that has no right to groups
+        try:
+            os.setresgid(_KILLER, gid, _KILLER)
+            os.setresuid(_KILLER, uid, _KILLER)
+        except OSError:
+            # A user namespace of few users. Then it can be signalled, and its parent makes another one.
+            os.setresgid(gid, gid, gid)
+            os.setresuid(uid, uid, uid)
+        shed_privileges()
+        for _ in range(_KILL_PASSES):
+            try:
+                os.kill(-1, signal.SIGKILL)
+            except ProcessLookupError:
+                return
 
     def oom_kills(self) -> int:
         """How often the kernel killed for memory in this sandbox, where it shows its own control group; else 0."""

@@ -13,13 +13,14 @@ Invariants
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from penstock_chassis.errors import FailedPrecondition
+from penstock_sandbox.backends.diffs import DEFAULT_BYTES
 from penstock_sandbox.model import (
     Capabilities,
     FileInfo,
@@ -58,8 +59,8 @@ class ProcessSink(Protocol):
     def exited(self, exit: RawExit) -> None:  # noqa: A002
         """The process has ended; its streams may still be open."""
 
-    def lost(self) -> None:
-        """The sandbox is gone; nothing more will come."""
+    def lost(self, reason: str = "") -> None:
+        """The sandbox is gone, for ``reason`` where it is lost; nothing more will come."""
 
 
 class ProcessHandle(abc.ABC):
@@ -125,7 +126,7 @@ class SandboxHandle(abc.ABC):
         """Open a fresh file that replaces ``path`` on ``commit`` and vanishes otherwise; parents are created."""
 
     @abc.abstractmethod
-    def read_tree(self, path: str, max_bytes: int) -> AsyncIterator[bytes]:
+    def read_tree(self, path: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
         """The tree at ``path`` as a tar stream."""
 
     @abc.abstractmethod
@@ -140,8 +141,9 @@ class SandboxHandle(abc.ABC):
         """Describe a path; a link is not followed."""
 
     @abc.abstractmethod
-    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], bool]:
-        """Entries of a directory by name from after ``after``, and whether there are more."""
+    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], str]:
+        """Entries of a directory by name from after ``after``, ``limit`` at most, and the name after which there are
+        more, empty where there are none."""
 
     @abc.abstractmethod
     async def make_directory(self, path: str, mode: int) -> None:
@@ -160,11 +162,24 @@ class SandboxHandle(abc.ABC):
         """What the sandbox uses."""
 
     @abc.abstractmethod
-    def diff(self, below: Sequence[str] = ()) -> AsyncIterator[bytes | list[str]]:
+    def diff(
+        self, below: Sequence[str] = (), max_bytes: int = DEFAULT_BYTES
+    ) -> AsyncGenerator[bytes | list[str], None]:
         """What differs from the base: tar chunks, then once the list of deleted absolute paths.
 
-        ``below``: only what is at or below these absolute paths; one whose parent was deleted is told as deleted.
+        ``below``: only what is at or below these absolute paths; one whose parent was deleted is told as deleted. A tar
+        of more than ``max_bytes`` is refused before what is too much is read: ResourceExhausted (TREE_TOO_LARGE), as
+        are more entries than ``diffs.MAX_ENTRIES``. Raises FailedPrecondition (FILE_REPLACED, SANDBOX_LOST) for what is
+        changed meanwhile. Who stops listening ends the work.
         """
+
+    async def kill_everything(self) -> bool:
+        """Kill every process in the sandbox, whoever started it; True once none is left but its first one.
+
+        Default: False, nothing is done: its caller kills the tree of each process that was ever started instead. Raises
+        Internal (KILL_FAILED).
+        """
+        return False
 
     @abc.abstractmethod
     async def destroy(self) -> None:

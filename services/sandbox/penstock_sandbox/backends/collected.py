@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from penstock_sandbox.backends.base import ProcessSink, RawExit
 from penstock_sandbox.model import Stream
 
+_MOST: Final = 1 << 20
+
 
 class Collected(ProcessSink):
-    """All output of one process together; `closed_output` when there comes no more, `ended` None when it was lost."""
+    """The output of one process together, a mebibyte at most: an image's programs may say as much as they like.
+
+    `closed_output` is set when there comes no more, `ended` is None when the process was lost.
+    """
 
     def __init__(self) -> None:
-        self.text = b""
+        self._text = bytearray()
         self.ended: asyncio.Future[RawExit | None] = asyncio.get_running_loop().create_future()
         self.closed_output = asyncio.Event()
 
+    @property
+    def text(self) -> bytes:
+        """What it wrote, from the beginning."""
+        return bytes(self._text)
+
     def output(self, stream: Stream, data: bytes) -> None:
-        self.text += data
+        self._text += data[: _MOST - len(self._text)]
 
     def closed(self, stream: Stream) -> None:
         if stream is Stream.STDOUT:
@@ -26,7 +37,7 @@ class Collected(ProcessSink):
     def exited(self, exit: RawExit) -> None:  # noqa: A002
         self.ended.set_result(exit)
 
-    def lost(self) -> None:
+    def lost(self, reason: str = "") -> None:
         self.closed_output.set()
         if not self.ended.done():
             self.ended.set_result(None)

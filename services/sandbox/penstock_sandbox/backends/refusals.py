@@ -13,6 +13,7 @@ from penstock_chassis.errors import (
     PermissionDenied,
     ResourceExhausted,
 )
+from penstock_sandbox.model import ENDED_INSIDE
 
 
 class Refused(Exception):
@@ -41,12 +42,28 @@ _TABLE: dict[int, tuple[type[PenstockError], str]] = {
     errno.EILSEQ: (InvalidArgument, "TAR_MEMBER_REFUSED"),
     errno.EBADMSG: (InvalidArgument, "TAR_UNREADABLE"),
     errno.ENAMETOOLONG: (InvalidArgument, "PATH_TOO_LONG"),
+    errno.EIO: (FailedPrecondition, "FILE_UNREADABLE"),
     errno.EFBIG: (ResourceExhausted, "TREE_TOO_LARGE"),
     errno.ENOSPC: (ResourceExhausted, "DISK_FULL"),
     errno.EDQUOT: (ResourceExhausted, "DISK_FULL"),
     errno.EMFILE: (ResourceExhausted, "DESCRIPTORS"),
     errno.EAGAIN: (ResourceExhausted, "PROCESS_LIMIT"),
 }
+
+
+def sandbox_lost(reason: str, sandbox_id: str = "") -> PenstockError:
+    """The error of whoever uses a sandbox that is lost for ``reason`` (docs/errors.md); "" where that is not known yet.
+
+    Its metadata has `ended_inside` = "true" where the sandbox was ended by what ran in it.
+    """
+    metadata = {"sandbox_id": sandbox_id, "lost_reason": reason}
+    if reason in ENDED_INSIDE:
+        metadata["ended_inside"] = "true"
+    return FailedPrecondition(
+        f"the sandbox is lost: {reason}" if reason else "the sandbox is gone",
+        reason="SANDBOX_LOST",
+        metadata={name: value for name, value in metadata.items() if value},
+    )
 
 
 def file_error(refusal: Refused, path: str) -> PenstockError:

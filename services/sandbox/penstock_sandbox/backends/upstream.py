@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import struct
 from functools import lru_cache
 
 from penstock_sandbox.model import NetworkPolicy
@@ -37,6 +38,12 @@ async def connect(policy: NetworkPolicy) -> Streams:
         reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=CHUNK, ssl=tls)
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return reader, writer
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection so that its peer sees a failure, not an end of file: what was acknowledged was not passed on."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
 
 
 @lru_cache(maxsize=4)

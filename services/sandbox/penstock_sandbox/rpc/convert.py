@@ -168,6 +168,7 @@ def sandbox_to(sandbox: Sandbox) -> sandbox_pb2.Sandbox:
         home=sandbox.home,
         workdir=sandbox.workdir,
         lost_reason=sandbox.lost_reason,
+        ended_inside=sandbox.ended_inside,
     )
 
 
@@ -190,6 +191,7 @@ def capabilities_to(can: Capabilities) -> sandbox_pb2.Capabilities:
         live_fork=can.live_fork,
         open_egress=can.open_egress,
         own_kernel=can.own_kernel,
+        system_read_only=can.system_read_only,
     )
 
 
@@ -285,6 +287,7 @@ def exit_to(ended: Exit) -> process_service_pb2.Exit:
         end_time=times.timestamp(ended.ended_at),
         stdout_bytes=ended.stdout_bytes,
         stderr_bytes=ended.stderr_bytes,
+        ended_inside=ended.ended_inside,
     )
     if ended.code is not None:
         answer.code = ended.code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from penstock.sandbox.v1 import file_service_pb2_grpc
 from penstock_sandbox import files
 from penstock_sandbox.backends.base import SandboxHandle
 from penstock_sandbox.model import FileInfo
-from penstock_sandbox.rpc import convert
+from penstock_sandbox.rpc import convert, pages
 from penstock_sandbox.sandboxes import Sandboxes
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,13 +40,14 @@ class FileServicer(file_service_pb2_grpc.FileServiceServicer):
         )
         # The digest is the last piece: each is held back until the next one says that it was not.
         held: bytes | None = None
-        async for piece in pieces:
-            if isinstance(piece, FileInfo):
-                yield pb.ReadFileResponse(info=convert.file_to(piece))
-                continue
-            if held is not None:
-                yield pb.ReadFileResponse(chunk=held)
-            held = piece
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if isinstance(piece, FileInfo):
+                    yield pb.ReadFileResponse(info=convert.file_to(piece))
+                    continue
+                if held is not None:
+                    yield pb.ReadFileResponse(chunk=held)
+                held = piece
         yield pb.ReadFileResponse(sha256=held or b"")
 
     async def WriteFile(  # noqa: N802
@@ -74,9 +76,10 @@ class FileServicer(file_service_pb2_grpc.FileServiceServicer):
         return pb.WriteFileResponse(size_bytes=size, sha256=digest)
 
     async def ReadTree(self, request: pb.ReadTreeRequest, context: Context) -> AsyncIterator[pb.ReadTreeResponse]:  # noqa: N802
-        limit = request.max_bytes if request.HasField("max_bytes") else files.DEFAULT_TREE_BYTES
-        async for chunk, digest in files.read_tree(self._handle(request.sandbox_id), request.path, limit):
-            yield pb.ReadTreeResponse(tar_chunk=chunk) if chunk else pb.ReadTreeResponse(sha256=digest)
+        limit = files.tree_limit(request.max_bytes if request.HasField("max_bytes") else None)
+        async with aclosing(files.read_tree(self._handle(request.sandbox_id), request.path, limit)) as pieces:
+            async for chunk, digest in pieces:
+                yield pb.ReadTreeResponse(tar_chunk=chunk) if chunk else pb.ReadTreeResponse(sha256=digest)
 
     async def WriteTree(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.WriteTreeRequest], context: Context
@@ -109,12 +112,12 @@ class FileServicer(file_service_pb2_grpc.FileServiceServicer):
 
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:  # noqa: N802
         handle = self._handle(request.sandbox_id)
-        entries, more = await handle.entries(
-            files.absolute(handle, request.path), request.page_token, convert.page_size(request.page_size)
+        entries, last = await handle.entries(
+            files.absolute(handle, request.path),
+            pages.name_in(request.page_token),
+            convert.page_size(request.page_size),
         )
-        return pb.ListResponse(
-            entries=map(convert.file_to, entries), next_page_token=convert.text(entries[-1].name) if more else ""
-        )
+        return pb.ListResponse(entries=map(convert.file_to, entries), next_page_token=pages.token_of(last))
 
     async def MakeDirectory(self, request: pb.MakeDirectoryRequest, context: Context) -> pb.MakeDirectoryResponse:  # noqa: N802
         handle = self._handle(request.sandbox_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -30,5 +31,18 @@ def _parse(token: str) -> tuple[float, str] | None:
     number, _, name = token.partition("~")
     try:
         return float.fromhex(number), name
+    except ValueError:
+        raise refuse("page_token", "is not one of this service's") from None
+
+
+def token_of(name: str) -> str:
+    """The token of a page that begins after a file's name, which may be any bytes; empty for an empty name."""
+    return os.fsencode(name).hex()
+
+
+def name_in(token: str) -> str:
+    """The name in a token. Raises InvalidArgument."""
+    try:
+        return os.fsdecode(bytes.fromhex(token))
     except ValueError:
         raise refuse("page_token", "is not one of this service's") from None

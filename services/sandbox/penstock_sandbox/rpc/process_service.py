@@ -95,7 +95,9 @@ class ProcessServicer(process_service_pb2_grpc.ProcessServiceServicer):
         return pb.SignalProcessResponse()
 
     async def KillProcess(self, request: pb.KillProcessRequest, context: Context) -> pb.KillProcessResponse:  # noqa: N802
-        return pb.KillProcessResponse(exit=convert.exit_to(await self._find(request).kill()))
+        processes = self._sandboxes.processes(request.sandbox_id)
+        ended = await processes.kill(request.process_id, everything=request.everything)
+        return pb.KillProcessResponse(exit=convert.exit_to(ended))
 
     async def ResizePty(self, request: pb.ResizePtyRequest, context: Context) -> pb.ResizePtyResponse:  # noqa: N802
         await self._find_working(request).resize(_size(request.size))

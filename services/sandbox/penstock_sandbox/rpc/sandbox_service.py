@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any, cast
@@ -171,14 +170,14 @@ class SandboxServicer(sandbox_service_pb2_grpc.SandboxServiceServicer):
     ) -> AsyncIterator[pb.DiffSandboxResponse]:
         _, handle, _ = self._sandboxes.usable(request.sandbox_id)
         below = [files.absolute(handle, path) for path in request.below]
-        digest = hashlib.sha256()
-        async for piece in handle.diff(below):
-            if isinstance(piece, bytes):
-                digest.update(piece)
-                yield pb.DiffSandboxResponse(tar_chunk=piece)
-            else:
-                end = pb.DiffSandboxResponse.DiffEnd(deleted_paths=map(convert.text, piece), sha256=digest.digest())
-                yield pb.DiffSandboxResponse(end=end)
+        limit = files.tree_limit(request.max_bytes if request.HasField("max_bytes") else None)
+        async with aclosing(files.diff(handle, below, limit)) as pieces:
+            async for chunk, deleted, digest in pieces:
+                if chunk:
+                    yield pb.DiffSandboxResponse(tar_chunk=chunk)
+                else:
+                    end = pb.DiffSandboxResponse.DiffEnd(deleted_paths=map(convert.text, deleted), sha256=digest)
+                    yield pb.DiffSandboxResponse(end=end)
 
 
 def _may_wait(context: Context) -> float | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import stat
-from typing import Iterator, List, Optional, Tuple
+from typing import Callable, Generator, List, Optional, Tuple
 
 from penstock_sandbox.spawner import files
 
@@ -20,6 +20,10 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CL
 _GONE = (FileNotFoundError, NotADirectoryError, files.Refused)
 
 Identity = Tuple[int, int]
+
+MAX_KEPT = 32 * 1024 * 1024
+"""Most bytes of names of directories that a bounded walk keeps, each counted with what holds it."""
+_NAME_COST = 64
 
 
 class TooMuch(Exception):
@@ -87,14 +91,19 @@ class _Descent:
         self.here = to
 
 
-def walk(top: str, most: Optional[int] = None) -> Iterator[tuple[str, list[str], list[str], int]]:
-    """Every directory from ``top`` down: its path ("" for ``top``, else "/a/b"), the names of its directories, of which
-    the caller may take some out, the other names, and its descriptor, which is good until the next one comes.
+def walk(
+    top: str, most: Optional[int] = None, enters: Callable[[str], bool] = lambda path: True
+) -> Generator[tuple[str, str, bool, int], None, None]:
+    """Every entry below ``top``: the path of its directory ("" for ``top``, else "/a/b"), its name, whether it is a
+    directory, and its directory's descriptor, which is good until the next entry comes.
 
+    The entries of a directory come as the kernel tells them, none of them kept but the names of directories, and
+    before those of the directories in it, of which only those are entered that ``enters`` says of (by their path).
     What cannot be read is left out, ``top`` too if it is not there. ``most``: raises TooMuch where there are more names
-    than that, a directory counted once more for every 256 characters of its path, which costs time, too.
+    than that, a directory counted once more for every 256 characters of its path, which costs time, too; and where more
+    than MAX_KEPT bytes of names wait to be entered.
     """
-    budget = most
+    budget = _Budget(most)
     try:
         descent = _Descent(os.open(top, _FOLDER))
     except _GONE:
@@ -102,14 +111,19 @@ def walk(top: str, most: Optional[int] = None) -> Iterator[tuple[str, list[str],
     try:
         path = ""
         while True:
-            if budget is not None:
-                budget = max(0, budget - len(path) // 256)
-            folders, others = _names(descent.here, budget)
-            if budget is not None:
-                budget -= len(folders) + len(others)
-            descent.levels[-1].folders = folders
-            yield path, folders, others, descent.here
-            while not _enter_next(descent):
+            budget.folder(path)
+            folders = descent.levels[-1].folders
+            with os.scandir(descent.here) as entries:
+                for entry in entries:
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                    budget.entry()
+                    if is_folder and enters(f"{path}/{entry.name}"):
+                        budget.keep(entry.name)
+                        folders.append(entry.name)
+                    yield path, entry.name, is_folder, descent.here
+            # Entered in the order of their names: the last is taken first.
+            folders.sort(reverse=True)
+            while not _enter_next(descent, budget):
                 if len(descent.levels) == 1:
                     return
                 left = descent.levels[-1].name
@@ -120,6 +134,36 @@ def walk(top: str, most: Optional[int] = None) -> Iterator[tuple[str, list[str],
             path = f"{path}/{descent.levels[-1].name}"
     finally:
         descent.close()
+
+
+class _Budget:
+    """What a walk may still look at and keep; nothing is counted without a bound."""
+
+    def __init__(self, most: Optional[int]) -> None:
+        self._most = most
+        self._kept = 0
+
+    def folder(self, path: str) -> None:
+        """A directory is looked at."""
+        if self._most is not None:
+            self._most = max(0, self._most - len(path) // 256)
+
+    def entry(self) -> None:
+        """An entry was found."""
+        if self._most is not None:
+            if self._most <= 0:
+                raise TooMuch
+            self._most -= 1
+
+    def keep(self, name: str) -> None:
+        """A directory's name is kept until it is entered."""
+        self._kept += len(name) + _NAME_COST
+        if self._most is not None and self._kept > MAX_KEPT:
+            raise TooMuch
+
+    def drop(self, name: str) -> None:
+        """It was entered."""
+        self._kept -= len(name) + _NAME_COST
 
 
 def remove(name: str, folder: Optional[int] = None) -> None:
@@ -154,35 +198,34 @@ def remove(name: str, folder: Optional[int] = None) -> None:
     os.rmdir(name, dir_fd=folder)
 
 
-def _enter_next(descent: _Descent) -> bool:
+def _enter_next(descent: _Descent, budget: _Budget) -> bool:
     """Enter the next directory that can be entered; whether there was one."""
     folders = descent.levels[-1].folders
     while folders:
+        name = folders.pop()
+        budget.drop(name)
         try:
-            descent.down(folders.pop())
+            descent.down(name)
         except (*_GONE, PermissionError):
             continue
         return True
     return False
 
 
-def _names(folder: int, most: Optional[int] = None) -> tuple[list[str], list[str]]:
-    folders: list[str] = []
-    others: list[str] = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if most is not None and len(folders) + len(others) >= most:
-                raise TooMuch
-            (folders if entry.is_dir(follow_symlinks=False) else others).append(entry.name)
-    return folders, others
-
-
 def _unlink_files(folder: int) -> list[str]:
     """Remove everything in a directory but its directories, whose names it answers."""
-    folders, others = _names(folder)
-    for name in others:
-        os.unlink(name, dir_fd=folder)
-    return folders
+    while True:
+        # What is removed while a directory is read may hide another entry from the reader: until nothing is left.
+        folders, unlinked = [], 0
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.name)
+                else:
+                    os.unlink(entry.name, dir_fd=folder)
+                    unlinked += 1
+        if not unlinked:
+            return folders
 
 
 def _identity(folder: int) -> Identity:

@@ -8,7 +8,8 @@ Invariants
 - The door itself stays in the host's process namespace: invisible to the sandbox, impossible to signal from it, and
   not dumpable. Only its children are inside. It holds no descriptor that a child inherits.
 - It keeps two capabilities, both over the sandbox's user namespace only: CAP_SYS_ADMIN, to give each process its own
-  UTS namespace, and CAP_SYS_PTRACE, to read which one a process has. Executing a file drops them.
+  UTS namespace, and CAP_SYS_PTRACE, to read which one a process has. Executing a file drops them, and neither is in
+  effect while it works on files for a caller, who may do what the sandbox's user may.
 - That UTS namespace is the process's tag: it is inherited by every descendant, the daemonised ones included, and
   nothing in the sandbox can change it. Killing a process means killing all that carry its tag.
 - Requests are answered in order, one reply each. A process's exit comes after the reply that told its pid, or in it,
@@ -29,15 +30,14 @@ import socket
 import struct
 import sys
 import termios
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from penstock_sandbox.spawner import dying, files, syscalls, trees, wire
+from penstock_sandbox.spawner import dying, files, killing, sealing, syscalls, trees, wire
 
-_KILL_DEADLINE_S = 10.0
 # Longest that the answer to a start waits for the end. Meanwhile a pipe's worth of output waits too.
 _LINGER_MS = 2
 _OOM_BIAS = 500
+_CAPABILITIES = (syscalls.CAP_SYS_ADMIN, syscalls.CAP_SYS_PTRACE)
 # More slows programs that close every number that could be open.
 _OPEN_FILES = 65_536
 _RESET_SIGNALS = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -66,6 +66,7 @@ class Door:
             "start": self._start,
             "signal": self._signal,
             "kill": self._kill,
+            "kill_all": self._kill_all,
             "listen": self._listen,
             "job": self._job,
         }
@@ -101,10 +102,12 @@ class Door:
             operation = self._operations.get(request["op"])
             if operation is not None:
                 reply, given = operation(request, descriptors)
-            elif (on_descriptors := files.OPERATIONS_ON_DESCRIPTORS.get(request["op"])) is not None:
-                reply, given = on_descriptors(request, descriptors)
             else:
-                reply, given = files.OPERATIONS[request["op"]](request)
+                with syscalls.without_capabilities(_CAPABILITIES):
+                    if (on_descriptors := files.OPERATIONS_ON_DESCRIPTORS.get(request["op"])) is not None:
+                        reply, given = on_descriptors(request, descriptors)
+                    else:
+                        reply, given = files.OPERATIONS[request["op"]](request)
         except files.Refused as refusal:
             reply = {"errno": refusal.errno, "what": refusal.what}
         except OSError as error:
@@ -243,40 +246,27 @@ class Door:
         descriptor = self._tags.get(request["pid"])
         if descriptor is None:
             raise files.Refused(errno.ESRCH, "no such process")
-        tag = f"uts:[{os.fstat(descriptor).st_ino}]"
-        deadline = time.monotonic() + _KILL_DEADLINE_S
-        killed: set[str] = set()
-        while found := self._kill_carriers(tag):
-            killed.update(found)
-            if time.monotonic() > deadline:
-                raise files.Refused(
-                    errno.ETIMEDOUT, f"{len(found)} processes outlived {_KILL_DEADLINE_S:.0f} s of SIGKILL"
-                )
-            time.sleep(0.0005)
-        return {"killed": len(killed)}, []
+        killing.kill_tree(self._proc, f"uts:[{os.fstat(descriptor).st_ino}]", self._jobs_inside(), request["within"])
+        return {}, []
 
-    def _kill_carriers(self, tag: str) -> list[str]:
-        """Kill all that carry the tag now; answers their ids inside the sandbox.
+    def _kill_all(self, request: wire.Message, _: list[int]) -> Reply:
+        killing.kill_everything(self._proc, request["within"])
+        return {}, []
 
-        What is inside shows in the sandbox's own /proc, which is as short as the sandbox is small; the host's has every
-        process of every sandbox. A directory of it names its process for good, as a pidfd does.
-        """
-        found = []
-        for name in os.listdir(self._proc):
-            if not name.isdigit():
+    def _jobs_inside(self) -> set[int]:
+        """The numbers that the jobs have in the sandbox's process namespace."""
+        found = set()
+        for pid in self._jobs:
+            try:
+                status = os.open(f"{pid}/status", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._host_proc)
+            except FileNotFoundError:
                 continue
             try:
-                process = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._proc)
-            except OSError:
-                continue  # it ended meanwhile
-            try:
-                if _carries(process, tag):
-                    signal.pidfd_send_signal(process, signal.SIGKILL)
-                    found.append(name)
-            except OSError:
-                continue  # it ended meanwhile
+                # As seen here, and then in each namespace down to its own.
+                line = os.read(status, 4096).partition(b"\nNSpid:")[2].partition(b"\n")[0]
+                found.add(int(line.split()[-1]))
             finally:
-                os.close(process)
+                os.close(status)
         return found
 
     def _listen(self, request: wire.Message, _: list[int]) -> Reply:
@@ -296,7 +286,8 @@ class Door:
         A few small files, which every agent starts with, are written faster than a child is made.
         """
         if trees.is_small(request, descriptors):
-            trees.run_job(request, descriptors)
+            with syscalls.without_capabilities(_CAPABILITIES):
+                trees.run_job(request, descriptors)
             return {}, []
         pid = os.fork()
         if pid == 0:
@@ -314,31 +305,15 @@ class Door:
         return {"pid": pid}, []
 
 
-def _carries(process: int, tag: str) -> bool:
-    """Whether any thread of a process (its directory in /proc) carries the tag; one that has ended carries none."""
-    try:
-        return os.readlink("ns/uts", dir_fd=process) == tag
-    except OSError:
-        pass  # its first thread has ended: it is a zombie, unless others live on
-    threads = os.open("task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=process)
-    try:
-        for thread in os.listdir(threads):
-            try:
-                if os.readlink(f"{thread}/ns/uts", dir_fd=threads) == tag:
-                    return True
-            except OSError:
-                continue
-        return False
-    finally:
-        os.close(threads)
-
-
-def enter(sandbox: int, first_pid: int, channel: socket.socket, uid: int | None, calls: bytes | None) -> None:
+def enter(
+    sandbox: int, first_pid: int, channel: socket.socket, uid: int | None, sealed: Sequence[str], calls: bytes | None
+) -> None:
     """Become the door: never returns.
 
     ``sandbox`` is a pidfd of the sandbox's first process, whose id on the host is ``first_pid``; ``uid`` is the host
-    user to become (None: stay), ``calls`` is the filter for system calls (None: there is none for this machine). The
-    spawner puts it into the sandbox's control groups meanwhile.
+    user to become (None: stay), ``sealed`` are the names at the top level that are nobody's to change, ``calls`` is the
+    filter for system calls (None: there is none for this machine). The spawner puts it into the sandbox's control
+    groups meanwhile.
     """
     code = 71
     try:
@@ -347,6 +322,7 @@ def enter(sandbox: int, first_pid: int, channel: socket.socket, uid: int | None,
             signal.signal(number, signal.SIG_DFL)
         oom_score = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
         host_proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        owner = syscalls.parent_namespace(f"/proc/{first_pid}/ns/user")
         if uid is not None:
             os.setgroups([])
             os.setresgid(uid, uid, uid)
@@ -357,10 +333,13 @@ def enter(sandbox: int, first_pid: int, channel: socket.socket, uid: int | None,
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         files_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(files_limit, _OPEN_FILES), files_limit))
+        # The mounts belong to the user namespace in which bubblewrap made them; the sandbox's own is one further in.
+        syscalls.setns(owner, syscalls.CLONE_NEWUSER)
+        syscalls.setns(sandbox, syscalls.CLONE_NEWNS)
+        sealing.seal(sealed)
         syscalls.setns(
             sandbox,
             syscalls.CLONE_NEWUSER
-            | syscalls.CLONE_NEWNS
             | syscalls.CLONE_NEWNET
             | syscalls.CLONE_NEWIPC
             | syscalls.CLONE_NEWUTS
@@ -372,10 +351,11 @@ def enter(sandbox: int, first_pid: int, channel: socket.socket, uid: int | None,
         sys.path_importer_cache.clear()
         sys.meta_path[:] = [importlib.machinery.BuiltinImporter, importlib.machinery.FrozenImporter]
         os.close(sandbox)
+        os.close(owner)
         os.chdir("/")
         os.umask(0o022)
         syscalls.drop_bounding_set()
-        syscalls.keep_capabilities((syscalls.CAP_SYS_ADMIN, syscalls.CAP_SYS_PTRACE))
+        syscalls.keep_capabilities(_CAPABILITIES)
         syscalls.set_no_new_privs()
         if calls is not None:
             syscalls.filter_calls(calls)

@@ -5,13 +5,16 @@ Python 3.8) do them alike. Single-file operations open the file and answer its d
 operations over a tree are ``trees``.
 
 Invariants
-- Paths are absolute. A write goes to a fresh file in the target's directory and is renamed over the target, so nobody
-  sees half a file. No directory on the way may be a symbolic link: what is written lands where it was meant to.
+- Paths are absolute. What only looks (read, stat, list) follows links in the directories of a path, as any program
+  does: with the user's rights, inside the sandbox, they lead to nothing that the user could not reach. What changes
+  something follows none: it lands where it was meant to.
+- A write goes to a fresh file in the target's directory and is renamed over the target, so nobody sees half a file.
 - Descriptors are opened without blocking and only regular files are handed out, so a planted FIFO stalls nobody.
 """
 
 from __future__ import annotations
 
+import bisect
 import errno
 import os
 import stat
@@ -21,6 +24,13 @@ Message = Dict[str, Any]
 Reply = Tuple[Message, List[int]]
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+MOST_LISTED = 1_000_000
+"""Entries of a directory that can be listed."""
+_MOST_LISTED_BYTES = 64 * 1024 * 1024
+_LISTINGS = 4
+# Of names and targets of links; they may grow to six times that in an attendant's reply.
+_PAGE_BYTES = 512 * 1024
 
 
 class Refused(Exception):
@@ -35,6 +45,12 @@ class Refused(Exception):
 def open_read(request: Message) -> Reply:
     """Open a regular file for reading; the last component's link is followed only when asked."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    # Looked at first: to open a pipe lets go whoever waits to write to it, and to open a device may do anything.
+    found = os.stat(request["path"]) if request["follow"] else os.lstat(request["path"])
+    if stat.S_ISLNK(found.st_mode):
+        raise Refused(errno.EISDIR, "a symbolic link")
+    if not stat.S_ISREG(found.st_mode):
+        raise Refused(errno.EISDIR, "not a regular file")
     if not request["follow"]:
         flags |= os.O_NOFOLLOW
     try:
@@ -44,10 +60,21 @@ def open_read(request: Message) -> Reply:
             raise Refused(errno.EISDIR, "a symbolic link") from error
         raise
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(status.st_mode) or _is_ours(descriptor):
         os.close(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            raise Refused(errno.EACCES, "belongs to what serves the sandbox")
         raise Refused(errno.EISDIR, "not a regular file")
     return _describe(status), [descriptor]
+
+
+def _is_ours(descriptor: int) -> bool:
+    """Whether a file is of the caller's own process in /proc: that the kernel lets every process read, by any user."""
+    try:
+        path = os.readlink("/proc/self/fd/%d" % descriptor)
+        return path.startswith("/proc/%s/" % os.readlink("/proc/self"))
+    except OSError:
+        return False  # it is not in the sandbox's /proc
 
 
 def open_write(request: Message) -> Reply:
@@ -98,26 +125,90 @@ def stat_path(request: Message) -> Reply:
     return described, []
 
 
+class Listings:
+    """Names of directories that are being listed, page by page: each directory is read and sorted once.
+
+    Without them a page costs as much as the whole directory, and an agent chooses how large that is. A listing that was
+    dropped, since others came, is made again where its next page begins.
+    """
+
+    def __init__(self) -> None:
+        self._kept: Dict[str, List[str]] = {}
+
+    def begin(self, path: str, folder: int) -> List[str]:
+        """The names in a directory now, in their order. Raises Refused (EFBIG)."""
+        self._kept.pop(path, None)
+        names: List[str] = []
+        size = 0
+        with os.scandir(folder) as scan:
+            for entry in scan:
+                names.append(entry.name)
+                size += len(entry.name)
+                if len(names) > MOST_LISTED or size > _MOST_LISTED_BYTES:
+                    raise Refused(errno.EFBIG, "the directory has more than %d entries" % len(names[:-1]))
+        names.sort()
+        return names
+
+    def keep(self, path: str, names: List[str]) -> None:
+        """They are asked for again."""
+        self._kept.pop(path, None)
+        while len(self._kept) >= _LISTINGS:
+            del self._kept[next(iter(self._kept))]
+        self._kept[path] = names
+
+    def go_on(self, path: str, folder: int) -> List[str]:
+        """The names that were kept, or those that are there now."""
+        return self._kept.get(path) or self.begin(path, folder)
+
+    def end(self, path: str) -> None:
+        """All of them were told."""
+        self._kept.pop(path, None)
+
+
+_listings = Listings()
+
+
 def list_directory(request: Message) -> Reply:
-    """List a directory's entries by name, from after ``after``, ``limit`` at most."""
-    with os.scandir(request["path"]) as scan:
-        names = sorted(entry.name for entry in scan)
+    """List a directory's entries by name, from after ``after``, ``limit`` at most and fewer where they are long.
+
+    ``last`` is the name after which there are more, or empty. Each entry is looked at once, whatever the limit.
+    """
+    path: str = request["path"]
     after: str = request["after"]
-    wanted = [name for name in names if name > after] if after else names
-    page = wanted[: request["limit"]]
-    entries = []
-    for name in page:
-        path = os.path.join(request["path"], name)
-        try:
-            status = os.lstat(path)
-        except FileNotFoundError:
-            continue
+    folder = os.open(path, _FOLDER)
+    try:
+        names = _listings.go_on(path, folder) if after else _listings.begin(path, folder)
+        position = bisect.bisect_right(names, after) if after else 0
+        entries: List[Message] = []
+        room = _PAGE_BYTES
+        while position < len(names) and len(entries) < request["limit"] and room > 0:
+            name = names[position]
+            position += 1
+            described = _entry(folder, name)
+            if described is not None:
+                entries.append(described)
+                room -= len(name) + len(described.get("target", ""))
+    finally:
+        os.close(folder)
+    more = position < len(names)
+    if more:
+        _listings.keep(path, names)
+    else:
+        _listings.end(path)
+    return {"entries": entries, "last": names[position - 1] if more else ""}, []
+
+
+def _entry(folder: int, name: str) -> Optional[Message]:
+    """An entry of a directory; None where it has gone."""
+    try:
+        status = os.lstat(name, dir_fd=folder)
         described = _describe(status)
-        described["name"] = name
         if stat.S_ISLNK(status.st_mode):
-            described["target"] = os.readlink(path)
-        entries.append(described)
-    return {"entries": entries, "more": len(wanted) > len(page)}, []
+            described["target"] = os.readlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    described["name"] = name
+    return described
 
 
 def make_directory(request: Message) -> Reply:

@@ -40,6 +40,7 @@ class _Sandbox:
         self.id: str = request["id"]
         self.uid: int | None = request["uid"]
         self.groups: list[str] = request["groups"]
+        self.sealed: list[str] = request["sealed"]
         self.seq: int | None = request["seq"]  # the create request still to be answered
         self.bwrap = bwrap
         self.door_channel: int | None = door_channel
@@ -51,6 +52,7 @@ class _Sandbox:
         self.pidfd: int | None = None
         self.first_pid = 0
         self.door_pid: int | None = None
+        self.door_ended_first = False
         self.destroy_seqs: list[int] = []
 
 
@@ -241,7 +243,14 @@ class Spawner:
             try:
                 signal.set_wakeup_fd(-1)
                 _close_others({0, 1, 2, channel, sandbox.pidfd})
-                door.enter(sandbox.pidfd, sandbox.first_pid, socket.socket(fileno=channel), sandbox.uid, self._calls)
+                door.enter(
+                    sandbox.pidfd,
+                    sandbox.first_pid,
+                    socket.socket(fileno=channel),
+                    sandbox.uid,
+                    sandbox.sealed,
+                    self._calls,
+                )
             finally:
                 os._exit(71)
         os.close(channel)
@@ -290,6 +299,7 @@ class Spawner:
                         self._kill_strays()
                 elif pid == sandbox.door_pid:
                     sandbox.door_pid = None
+                    sandbox.door_ended_first = bool(sandbox.bwrap)
                 else:
                     continue
                 # Either alone is no sandbox: end the other half.
@@ -323,7 +333,8 @@ class Spawner:
         for seq in sandbox.destroy_seqs:
             wire.send(self._channel, {"seq": seq})
         if not sandbox.destroy_seqs:
-            wire.send(self._channel, {"event": "gone", "id": sandbox.id})
+            reason = "DOOR_CLOSED" if sandbox.door_ended_first else "PROCESS_ENDED"
+            wire.send(self._channel, {"event": "gone", "id": sandbox.id, "reason": reason})
 
     def _kill_strays(self) -> None:
         """Kill what a bubblewrap that ended early left: its child waits for a word that nobody will say any more.

@@ -5,11 +5,14 @@ Invariants: every call raises ``OSError`` with the kernel's errno; nothing here 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import signal
 import struct
+from collections.abc import Iterator
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -23,12 +26,16 @@ CAP_SETPCAP = 8
 CAP_SYS_PTRACE = 19
 CAP_SYS_ADMIN = 21
 
+MS_RDONLY = 0x1
 MS_NOSUID = 0x2
 MS_NODEV = 0x4
+MS_NOEXEC = 0x8
+MS_REMOUNT = 0x20
 MS_BIND = 0x1000
 MS_REC = 0x4000
 MS_SLAVE = 0x80000
 
+_NS_GET_PARENT = 0xB702  # linux/nsfs.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_SECCOMP = 22
@@ -56,6 +63,15 @@ def _prctl(option: int, argument: int, what: str) -> None:
 def setns(descriptor: int, kinds: int) -> None:
     """Enter namespaces: of one kind (a namespace descriptor) or several at once (a pidfd, Linux 5.8)."""
     _checked(_libc.setns(descriptor, kinds), "setns")
+
+
+def parent_namespace(path: str) -> int:
+    """A descriptor of the user namespace in which the one that ``path`` names was made."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return fcntl.ioctl(descriptor, _NS_GET_PARENT)
+    finally:
+        os.close(descriptor)
 
 
 def unshare(kinds: int) -> None:
@@ -127,10 +143,22 @@ def drop_bounding_set() -> None:
 
 def keep_capabilities(kept: tuple[int, ...]) -> None:
     """Reduce the effective and permitted sets to ``kept``; the inheritable set becomes empty."""
-    mask = 0
-    for capability in kept:
-        mask |= 1 << capability
-    low, high = mask & 0xFFFFFFFF, mask >> 32
+    _set_capabilities(kept, kept)
+
+
+@contextlib.contextmanager
+def without_capabilities(held: tuple[int, ...]) -> Iterator[None]:
+    """Do something with none of the capabilities ``held`` in effect, which are all that the caller has."""
+    _set_capabilities(held, ())
+    try:
+        yield
+    finally:
+        _set_capabilities(held, held)
+
+
+def _set_capabilities(permitted: tuple[int, ...], effective: tuple[int, ...]) -> None:
+    allowed, used = (sum(1 << capability for capability in each) for each in (permitted, effective))
+    low, high = 0xFFFFFFFF, 32
+    words = (used & low, allowed & low, 0, used >> high, allowed >> high, 0)
     header = ctypes.create_string_buffer(struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0), 8)
-    data = ctypes.create_string_buffer(struct.pack("=6I", low, low, 0, high, high, 0), 24)
-    _checked(_libc.capset(header, data), "capset")
+    _checked(_libc.capset(header, ctypes.create_string_buffer(struct.pack("=6I", *words), 24)), "capset")

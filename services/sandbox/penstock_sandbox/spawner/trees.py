@@ -27,7 +27,42 @@ WHITEOUT = ".wh."
 _CHUNK = 256 * 1024
 _SMALL_TREE = 64 * 1024
 # What tarfile raises for an archive that is none: its own errors, and those of numbers and names that it cannot read.
-_DAMAGED = (tarfile.TarError, ValueError, LookupError, OverflowError)
+_DAMAGED = (tarfile.TarError, ValueError, LookupError, OverflowError, RecursionError)
+# A header that describes the member after it: a path has 4,096 bytes at most, an attribute 64 KiB.
+_MOST_OF_A_HEADER = 256 * 1024
+_DESCRIBING = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive that came from somewhere: what its headers claim is checked before it is believed.
+
+    Where Python's own module reads as much as a header says, runs in a circle where a size is negative, or makes files
+    of many terabytes of an archive of one block, this refuses.
+    """
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.size < 0:
+            raise files.Refused(errno.EILSEQ, "%s: its size is negative" % self.name)
+        if self.type in _DESCRIBING and self.size > _MOST_OF_A_HEADER:
+            raise files.Refused(errno.EILSEQ, "%s: a header of %d bytes" % (self.name, self.size))
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            self._refuse_sparse()
+        try:
+            return super()._proc_member(archive)  # type: ignore[misc, no-any-return]
+        except tarfile.HeaderError as error:
+            # Python would take it for the end of the archive, and what comes after it for nothing.
+            raise files.Refused(errno.EILSEQ, "%s: %s" % (self.name, error)) from None
+
+    def _refuse_sparse(self, *_: object) -> None:
+        raise files.Refused(errno.EILSEQ, "%s: is stored with holes: make the archive without --sparse" % self.name)
+
+    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
 
 def is_small(request: files.Message, descriptors: list[int]) -> bool:
@@ -36,9 +71,9 @@ def is_small(request: files.Message, descriptors: list[int]) -> bool:
         return False
     try:
         with os.fdopen(descriptors[1], "rb", closefd=False) as source:
-            with tarfile.open(fileobj=source, mode="r:") as archive:
+            with tarfile.open(fileobj=source, mode="r:", tarinfo=_Member) as archive:
                 return sum(member.size for member in archive) <= _SMALL_TREE
-    except (*_DAMAGED, OSError):
+    except (*_DAMAGED, files.Refused, OSError):
         return False
 
 
@@ -57,17 +92,22 @@ def run_job(request: files.Message, descriptors: list[int]) -> None:
 
 
 def _remove(request: files.Message, _: list[int]) -> files.Message:
-    path: str = request["path"].rstrip("/") or "/"
     try:
-        status = os.lstat(path)
+        folder, name = files.parent(request["path"], create=False)
     except FileNotFoundError:
         return {}
-    if not stat.S_ISDIR(status.st_mode):
-        os.unlink(path)
-    elif not request["recursive"]:
-        os.rmdir(path)
-    else:
-        descents.remove(path)
+    try:
+        status = os.lstat(name, dir_fd=folder)
+        if not stat.S_ISDIR(status.st_mode):
+            os.unlink(name, dir_fd=folder)
+        elif not request["recursive"]:
+            os.rmdir(name, dir_fd=folder)
+        else:
+            descents.remove(name, folder)
+    except FileNotFoundError:
+        return {}
+    finally:
+        os.close(folder)
     return {}
 
 
@@ -77,20 +117,25 @@ def _read_tree(request: files.Message, descriptors: list[int]) -> files.Message:
     room: int = request["max_bytes"]
     with os.fdopen(descriptors[1], "wb", closefd=False, buffering=_CHUNK) as sink:
         with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as archive:
-            for path, name in _walk(root):
-                status = os.lstat(path)
+            for path, name, status in _walk(root, request["max_entries"]):
                 if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) or stat.S_ISLNK(status.st_mode)):
                     skipped += 1
                     continue
-                room -= status.st_size
+                room -= _add(archive, path, name, status, room)
                 if room < 0:
                     raise files.Refused(errno.EFBIG, f"more than {request['max_bytes']} bytes")
-                _add(archive, path, name, status)
+                _forget_members(archive)
                 entries += 1
     return {"entries": entries, "skipped": skipped}
 
 
-def _add(archive: tarfile.TarFile, path: str, name: str, status: os.stat_result) -> None:
+def _forget_members(archive: tarfile.TarFile) -> None:
+    """Have an archive keep no entry that it has written or told; otherwise it keeps all of them."""
+    archive.members.clear()  # type: ignore[attr-defined]
+
+
+def _add(archive: tarfile.TarFile, path: str, name: str, status: os.stat_result, room: int) -> int:
+    """Add what is at a path; answers its size, and has added nothing where that is more than ``room``."""
     member = tarfile.TarInfo(name)
     member.mode = stat.S_IMODE(status.st_mode)
     member.uid, member.gid = status.st_uid, status.st_gid
@@ -104,23 +149,53 @@ def _add(archive: tarfile.TarFile, path: str, name: str, status: os.stat_result)
     else:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as source:
             member.size = os.fstat(source.fileno()).st_size
-            archive.addfile(member, source)
+            if member.size <= room:
+                archive.addfile(member, _Exactly(source))
+            return member.size
+    return status.st_size
 
 
-def _walk(root: str) -> Iterator[tuple[str, str]]:
-    if not stat.S_ISDIR(os.lstat(root).st_mode):
-        yield root, os.path.basename(root)
+class _Exactly:
+    """A file that holds what its entry says: one that became shorter is refused, of one that grew the rest is left."""
+
+    def __init__(self, source: BinaryIO) -> None:
+        self._source = source
+
+    def read(self, size: int = -1, /) -> bytes:
+        """All of ``size`` bytes. Raises files.Refused."""
+        data = self._source.read(size)
+        if len(data) < size:
+            raise files.Refused(
+                errno.ESTALE, "a file became shorter while it was read: pause the sandbox, or try again"
+            )
+        return data
+
+
+def _walk(root: str, most: int) -> Iterator[tuple[str, str, os.stat_result]]:
+    """What is in a tree: path, name in it, and what it is; what goes meanwhile is left out. Raises files.Refused."""
+    status = os.lstat(root)
+    if not stat.S_ISDIR(status.st_mode):
+        yield root, os.path.basename(root), status
         return
     pending = [(root, "")]
     while pending:
         folder, prefix = pending.pop()
+        names = []
         with os.scandir(folder) as scan:
-            entries = sorted(scan, key=lambda entry: entry.name)
-        for entry in entries:
-            name = f"{prefix}{entry.name}"
-            yield entry.path, name
-            if entry.is_dir(follow_symlinks=False):
-                pending.append((entry.path, f"{name}/"))
+            for entry in scan:
+                most -= 1
+                if most < 0:
+                    raise files.Refused(errno.EFBIG, "too many entries")
+                names.append(entry.name)
+        for base in sorted(names):
+            path, name = os.path.join(folder, base), f"{prefix}{base}"
+            try:
+                status = os.lstat(path)
+            except FileNotFoundError:
+                continue
+            yield path, name, status
+            if stat.S_ISDIR(status.st_mode):
+                pending.append((path, f"{name}/"))
 
 
 def _write_tree(request: files.Message, descriptors: list[int]) -> files.Message:
@@ -129,19 +204,20 @@ def _write_tree(request: files.Message, descriptors: list[int]) -> files.Message
     with os.fdopen(descriptors[1], "rb", closefd=False, buffering=_CHUNK) as source:
         source.seek(0)
         total, entries = 0, 0
-        with tarfile.open(fileobj=source, mode="r:") as archive:
+        with tarfile.open(fileobj=source, mode="r:", tarinfo=_Member) as archive:
             for member in archive:
+                _forget_members(archive)
                 _check_member(member)
                 entries += 1
                 total += member.size
-        if entries > request["max_entries"] or total > request["max_bytes"]:
-            raise files.Refused(
-                errno.EFBIG, f"more than {request['max_entries']} entries or {request['max_bytes']} bytes"
-            )
+                if entries > request["max_entries"] or total > request["max_bytes"]:
+                    raise files.Refused(
+                        errno.EFBIG, f"more than {request['max_entries']} entries or {request['max_bytes']} bytes"
+                    )
         anchor = files.open_folder(request["path"], create=True, force=force)
         try:
             source.seek(0)
-            with tarfile.open(fileobj=source, mode="r:") as archive:
+            with tarfile.open(fileobj=source, mode="r:", tarinfo=_Member) as archive:
                 _unpack_all(archive, anchor, force)
         finally:
             os.close(anchor)
@@ -151,6 +227,7 @@ def _write_tree(request: files.Message, descriptors: list[int]) -> files.Message
 def _unpack_all(archive: tarfile.TarFile, anchor: int, force: bool) -> None:
     modes: list[tuple[str, int]] = []
     for member in archive:
+        _forget_members(archive)
         name = _inside(member.name)
         if not name:
             continue
@@ -197,6 +274,10 @@ def _apply_whiteout(name: str, anchor: int) -> None:
 def _check_member(member: tarfile.TarInfo) -> None:
     """Refuse what has no place in a tree: other kinds of file, names and links that lead out of it."""
     name = _inside(member.name)
+    if member.size < 0:
+        raise files.Refused(errno.EILSEQ, f"{member.name}: its size is negative")
+    if "\0" in member.linkname or (member.issym() and not member.linkname):
+        raise files.Refused(errno.EILSEQ, f"{member.name}: the link has no target that a link could have")
     if name.rpartition("/")[2] in (WHITEOUT, WHITEOUT + ".", WHITEOUT + ".."):
         raise files.Refused(errno.EILSEQ, f"{member.name}: removes nothing that has a name")
     if not (member.isdir() or member.isreg() or member.issym() or member.islnk()):
@@ -246,6 +327,8 @@ def _inside(name: str) -> str:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts:
         raise files.Refused(errno.EILSEQ, f"{name}: leads out of the tree")
+    if "\0" in name:
+        raise files.Refused(errno.EILSEQ, f"{name}: has a NUL byte")
     return "/".join(parts)
 
 

@@ -112,3 +112,14 @@ def test_the_interval_of_rewards_of_0_and_1_is_that_of_pass_at_1() -> None:
     assert two is not None and 0.0 < two.low < 0.1 and 0.9 < two.high < 1.0
     alike = bounded_mean({"a": [2.0], "b": [2.0]}, 2.0, 2.0)
     assert alike is not None and (alike.low, alike.value, alike.high) == (2.0, 2.0, 2.0)
+
+
+def test_equal_values_have_no_width_and_equal_tasks_count_once_each() -> None:
+    """R149: the rounded mean of equal values shows no variance where there is none."""
+    for size in range(2, 65):
+        for hundredths in range(101):
+            value = hundredths / 100
+            assert mean([value] * size) == (value, 0.0)
+            found = bounded_mean({str(task): [value, value] for task in range(size)}, 0.0, 1.0)
+            assert found is not None
+            assert (found.low, found.high) == pytest.approx(wilson(value, size), abs=1e-12)

@@ -22,6 +22,7 @@ from penstock_interception.graph import (
     TokenGraph,
     VersionSpan,
 )
+from penstock_interception.graph.fingerprint import Fingerprints
 
 Sampler = Callable[..., Sampled]
 
@@ -431,3 +432,11 @@ def test_a_damaged_record_is_refused(codec: Codec, sample: Sampler) -> None:
         with pytest.raises(DataLoss) as caught:
             CommitRecord.from_bytes(damaged)
         assert caught.value.reason == "GRAPH_RECORD_DAMAGED"
+
+
+def test_a_call_sent_back_with_no_arguments_at_all_is_no_edit(codec: Codec) -> None:
+    """R82: some clients write an empty string where the model wrote `{}`."""
+    fingerprints = Fingerprints(with_call_ids=False)
+    keys = {fingerprints.key(Message.assistant("", ToolCallPart("c", "f", text))) for text in ("{}", "", " ", "{ }")}
+    assert len(keys) == 1
+    assert fingerprints.key(Message.assistant("", ToolCallPart("c", "f", "[]"))) not in keys

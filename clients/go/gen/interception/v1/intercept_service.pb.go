@@ -2888,7 +2888,8 @@ type RegisterToolsRequest struct {
 	Selector *CallSelector `protobuf:"bytes,2,opt,name=selector,proto3" json:"selector,omitempty"`
 	// At most 64. Names: a letter, then letters, digits, _ and -, 48 at most; unique. Descriptions: at most 16 KiB. Schemas: at most
 	// 64 KiB, JSON Schema (2020-12 unless $schema says otherwise) of an object, references within it only, patterns as RE2 has
-	// them; empty = an object of whatever content. `strict` has no effect: arguments are always checked.
+	// them; empty = an object of whatever content. `strict` has no effect: arguments are always checked. Not offered:
+	// patternProperties, unevaluatedItems, unevaluatedProperties, and what takes too many steps to check.
 	Tools         []*v1.Tool `protobuf:"bytes,3,rep,name=tools,proto3" json:"tools,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

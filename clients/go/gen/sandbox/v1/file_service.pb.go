@@ -506,7 +506,7 @@ type ReadTreeRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	SandboxId string                 `protobuf:"bytes,1,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	Path      string                 `protobuf:"bytes,2,opt,name=path,proto3" json:"path,omitempty"`
-	// Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) more than this; unset = 1 GiB.
+	// Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) files of more bytes than this, holes included; unset = 1 GiB. Not negative.
 	MaxBytes      *int64 `protobuf:"varint,3,opt,name=max_bytes,json=maxBytes,proto3,oneof" json:"max_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

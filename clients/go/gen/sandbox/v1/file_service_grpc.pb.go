@@ -39,15 +39,20 @@ type FileServiceClient interface {
 	// created. A stream that ends without `end` writes nothing.
 	// Errors: DATA_LOSS (DIGEST_MISMATCH).
 	WriteFile(ctx context.Context, opts ...grpc.CallOption) (FileService_WriteFileClient, error)
-	// Streams a directory as a tar (POSIX pax).
+	// Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
+	// Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+	// entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
 	ReadTree(ctx context.Context, in *ReadTreeRequest, opts ...grpc.CallOption) (FileService_ReadTreeClient, error)
-	// Unpacks a tar into a directory. Devices, FIFOs, absolute names, "..", and links that lead out are refused before
-	// anything is unpacked.
+	// Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
+	// negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
+	// TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
 	// Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
 	WriteTree(ctx context.Context, opts ...grpc.CallOption) (FileService_WriteTreeClient, error)
 	// One file's metadata, symbolic links not followed.
 	Stat(ctx context.Context, in *StatRequest, opts ...grpc.CallOption) (*StatResponse, error)
-	// A directory's entries by name.
+	// A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
+	// gone; a page may be shorter than asked for.
+	// Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
 	List(ctx context.Context, in *ListRequest, opts ...grpc.CallOption) (*ListResponse, error)
 	// Creates a directory and its parents. One that exists is a success.
 	MakeDirectory(ctx context.Context, in *MakeDirectoryRequest, opts ...grpc.CallOption) (*MakeDirectoryResponse, error)
@@ -250,15 +255,20 @@ type FileServiceServer interface {
 	// created. A stream that ends without `end` writes nothing.
 	// Errors: DATA_LOSS (DIGEST_MISMATCH).
 	WriteFile(FileService_WriteFileServer) error
-	// Streams a directory as a tar (POSIX pax).
+	// Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
+	// Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+	// entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
 	ReadTree(*ReadTreeRequest, FileService_ReadTreeServer) error
-	// Unpacks a tar into a directory. Devices, FIFOs, absolute names, "..", and links that lead out are refused before
-	// anything is unpacked.
+	// Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
+	// negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
+	// TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
 	// Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
 	WriteTree(FileService_WriteTreeServer) error
 	// One file's metadata, symbolic links not followed.
 	Stat(context.Context, *StatRequest) (*StatResponse, error)
-	// A directory's entries by name.
+	// A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
+	// gone; a page may be shorter than asked for.
+	// Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
 	List(context.Context, *ListRequest) (*ListResponse, error)
 	// Creates a directory and its parents. One that exists is a success.
 	MakeDirectory(context.Context, *MakeDirectoryRequest) (*MakeDirectoryResponse, error)

@@ -50,6 +50,7 @@ type ProcessServiceClient interface {
 	SignalProcess(ctx context.Context, in *SignalProcessRequest, opts ...grpc.CallOption) (*SignalProcessResponse, error)
 	// Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
 	// exit reason is KILLED. Idempotent.
+	// Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
 	KillProcess(ctx context.Context, in *KillProcessRequest, opts ...grpc.CallOption) (*KillProcessResponse, error)
 	// Errors: FAILED_PRECONDITION (NOT_A_PTY).
 	ResizePty(ctx context.Context, in *ResizePtyRequest, opts ...grpc.CallOption) (*ResizePtyResponse, error)
@@ -239,6 +240,7 @@ type ProcessServiceServer interface {
 	SignalProcess(context.Context, *SignalProcessRequest) (*SignalProcessResponse, error)
 	// Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
 	// exit reason is KILLED. Idempotent.
+	// Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
 	KillProcess(context.Context, *KillProcessRequest) (*KillProcessResponse, error)
 	// Errors: FAILED_PRECONDITION (NOT_A_PTY).
 	ResizePty(context.Context, *ResizePtyRequest) (*ResizePtyResponse, error)

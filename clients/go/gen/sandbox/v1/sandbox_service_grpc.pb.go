@@ -122,8 +122,9 @@ type SandboxServiceClient interface {
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	GetStats(ctx context.Context, in *GetStatsRequest, opts ...grpc.CallOption) (*GetStatsResponse, error)
 	// The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
-	// in the last message).
-	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
+	// in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
+	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
+	// (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries).
 	DiffSandbox(ctx context.Context, in *DiffSandboxRequest, opts ...grpc.CallOption) (SandboxService_DiffSandboxClient, error)
 }
 
@@ -531,8 +532,9 @@ type SandboxServiceServer interface {
 	// Errors: NOT_FOUND (SANDBOX_UNKNOWN).
 	GetStats(context.Context, *GetStatsRequest) (*GetStatsResponse, error)
 	// The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
-	// in the last message).
-	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
+	// in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
+	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
+	// (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries).
 	DiffSandbox(*DiffSandboxRequest, SandboxService_DiffSandboxServer) error
 	mustEmbedUnimplementedSandboxServiceServer()
 }

@@ -87,6 +87,10 @@ T = TypeVar("T")
 _UNREACHABLE = (errors.Unavailable, errors.SessionLost, errors.DeadlineExceeded, StackFailed)
 
 
+_MISSING_HERE = ("PYARROW_MISSING", "MATPLOTLIB_MISSING")
+"""Reasons of what is not installed on this side, which no service refused."""
+
+
 def run(work: Coroutine[Any, Any, int]) -> None:
     """Runs a command to its exit code; an error becomes one line that says what to do.
 
@@ -107,7 +111,7 @@ def run(work: Coroutine[Any, Any, int]) -> None:
         if os.environ.get("PENSTOCK_DEBUG") == "1":
             raise
         err.print(f"[bold red]error[/]: {escape(clean(_lines(error)))}", soft_wrap=True)
-        if isinstance(error, errors.InvalidArgument):
+        if isinstance(error, errors.InvalidArgument) or error.reason in _MISSING_HERE:
             sys.exit(USAGE)
         sys.exit(UNREACHABLE if isinstance(error, _UNREACHABLE) else REFUSED)
     sys.exit(code)

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from penstock.cli import doctor_live
-from penstock.cli.console import FAILED, OK, emit, out, run
+from penstock.cli.console import FAILED, OK, emit, out, run, usage_error
 from penstock.cli.doctor_backends import look_at_backends
 from penstock.cli.doctor_inference import look_at_inference
 from penstock.cli.findings import Finding
@@ -48,9 +48,25 @@ def doctor(
     min_free_gb: Annotated[
         float, typer.Option(min=0.0, help="With --live: GB that must be free where the services keep their state.")
     ] = 1.0,
+    attack: Annotated[
+        bool, typer.Option("--attack", help="Run hostile agents on the services: what do they get out of them?")
+    ] = False,
+    only: Annotated[list[str] | None, typer.Option(metavar="NAME", help="With --attack: this attack; repeat.")] = None,
+    classes: Annotated[
+        list[str] | None, typer.Option("--class", metavar="CLASS", help="With --attack: those of this class; repeat.")
+    ] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="With --attack: list the attacks, and run none.")] = False,
+    backend: Annotated[str, typer.Option(help="With --attack: of the sandboxes; default: the operator's.")] = "",
     state_dir: StateDir = None,
 ) -> None:
-    """Say what this machine can do and what to install for the rest; with --live, what is wrong with the services."""
+    """Say what this machine can do and what to install for the rest; with --live, what is wrong with the services; with
+    --attack, what hostile agents get out of them.
+    """
+    if attack:
+        run(_attack(only or (), classes or (), list_only, backend, as_json, state_dir))
+        return
+    if only or classes or list_only or backend:
+        usage_error("--only, --class, --list and --backend are of --attack")
     if live:
         run(doctor_live.live(as_json, patience, int(min_free_gb * 1e9), state_dir))
         return
@@ -73,6 +89,19 @@ def doctor(
             "[green]The local backend works here.[/]" if works else "[red]The local backend cannot work here yet.[/]"
         )
     raise typer.Exit(OK if works else FAILED)
+
+
+async def _attack(
+    only: Sequence[str], classes: Sequence[str], list_only: bool, backend: str, as_json: bool, state_dir: Path | None
+) -> int:
+    # Not read by whoever only asks what the machine can do.
+    from penstock.cli import doctor_attack
+    from penstock.redteam import select
+
+    attacks = select(only, classes)
+    if list_only:
+        return doctor_attack.list_attacks(attacks, as_json)
+    return await doctor_attack.attack(attacks, backend, as_json, state_dir)
 
 
 def _shape(finding: Finding) -> dict[str, Any]:
@@ -145,7 +174,10 @@ def _cgroups() -> Finding:
     missing = sorted({"cpu", "memory", "pids"} - set(writable))
     found = f"writable: {', '.join(writable)}" if writable else "none is writable"
     advice = (
-        f"without {', '.join(missing)} such limits are refused; run as root, or delegate a cgroup" if missing else ""
+        f"without {', '.join(missing)} sandboxes have no such limit by default, and specs that ask for one are refused;"
+        " run as root, or delegate a cgroup"
+        if missing
+        else ""
     )
     return Finding("cgroups", not missing, False, found, advice)
 

@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ import orjson
 
 from penstock.cli.findings import Finding, of_error
 from penstock.cli.services import running
-from penstock.client import PenstockError, connect
+from penstock.client import Backend, PenstockError, connect
 from penstock.client.endpoints import Endpoints
 
 _LIMIT_S: Final = 8.0
@@ -37,10 +37,12 @@ _BODY_BYTES: Final = 4 * 1024 * 1024
 _DOCKER_SOCKET: Final = "unix:///var/run/docker.sock"
 _MIN_DOCKER_API: Final = (1, 41)
 _SETTING: Final = "PENSTOCK_SANDBOX_"
+_SHARING: Final = ("local", "docker")
+_LIMITED: Final = ("memory", "pids", "disk")
 
 
 def look_at_backends(state_dir: Path | None = None) -> list[Finding]:
-    """A finding for each backend, and one for the sandbox service if there is one; in `_LIMIT_S` seconds at most."""
+    """A finding for each backend, and two of the sandbox service if there is one; in `_LIMIT_S` seconds at most."""
     looks: dict[str, Callable[[], Finding]] = {"docker": docker, "e2b": e2b, "hf": hf}
     found: dict[str, Finding] = {}
 
@@ -74,19 +76,25 @@ def _service(state_dir: Path | None) -> Iterator[Finding]:
         return
     details = {"address": endpoints.sandbox}
     try:
-        yield asyncio.run(_asked(name, endpoints, details))
+        backends = asyncio.run(_asked(endpoints))
     except (PenstockError, OSError, TimeoutError) as error:
         if endpoints.origin != "the defaults":
             yield of_error(name, endpoints.sandbox, error, endpoints.origin, details)
+        return
+    yield _usable(name, endpoints, backends, details)
+    yield limits(backends)
 
 
-async def _asked(name: str, endpoints: Endpoints, details: Mapping[str, str | bool]) -> Finding:
+async def _asked(endpoints: Endpoints) -> Sequence[Backend]:
     async with asyncio.timeout(_CALL_S):
         host, _, port = endpoints.sandbox.rpartition(":")
         _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         writer.close()
         async with connect(endpoints) as ps:
-            backends = await ps.sandboxes.backends()
+            return await ps.sandboxes.backends()
+
+
+def _usable(name: str, endpoints: Endpoints, backends: Sequence[Backend], details: Mapping[str, str | bool]) -> Finding:
     told = [
         f"{one.name}: {'ready' if one.available else one.unavailable_reason}" for one in backends if one.is_default
     ] + [
@@ -96,6 +104,23 @@ async def _asked(name: str, endpoints: Endpoints, details: Mapping[str, str | bo
     found = f"at {endpoints.sandbox}; " + "; ".join(told)
     advice = "" if usable else "its default backend, named first, cannot be used: see why"
     return Finding(name, usable, False, found, advice, {**details, **{one.name: one.available for one in backends}})
+
+
+def limits(backends: Sequence[Backend]) -> Finding:
+    """What the backends whose sandboxes share a machine cannot limit. A provider's sandbox has a machine of its own."""
+    missing = {
+        one.name: [what for what in _LIMITED if f"limit_{what}" not in one.capabilities]
+        for one in backends
+        if one.available and one.name in _SHARING
+    }
+    found = "; ".join(
+        f"{name}: {'no limit of ' + ', '.join(lacks) if lacks else 'memory, pids and disk'}"
+        for name, lacks in missing.items()
+    )
+    ok = not any(missing.values())
+    details = {name: ", ".join(lacks) for name, lacks in missing.items()}
+    advice = "" if ok else "one sandbox can take all of it, and a spec that asks for such a limit is refused"
+    return Finding("sandbox limits", ok, False, found or "no backend shares a machine", advice, details)
 
 
 # Docker --------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from penstock.cli.options import (
     ApiKeyEnv,
     AsJson,
     Backend,
+    FilesFrom,
     MaxCalls,
     Seed,
     SkipPermissions,
@@ -99,6 +101,7 @@ def run_(
     engine: Engine = "numpy",
     script: Script = None,
     state_dir: StateDir = None,
+    files_from: FilesFrom = None,
     as_json: AsJson = False,
 ) -> None:
     """Run every task n times, show a live table, and keep every attempt in a results directory."""
@@ -108,7 +111,10 @@ def run_(
     choice = model_choice(model_dir, engine, script)
     if report is not None:
         read(lambda _: check_plots(), report)
-    chosen_tasks = [with_image(task) for task in _chosen(read(load_tasks, tasks).tasks, only or [])]
+    chosen_tasks = [
+        with_image(task)
+        for task in _chosen(read(partial(load_tasks, files_from=files_from or ()), tasks).tasks, only or [])
+    ]
     options = rollout_options(answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed)
     options["mode"] = Mode.BLACK_BOX if black_box else Mode.TRANSPARENT_PROXY
     if temperature is not None:

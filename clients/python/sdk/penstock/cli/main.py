@@ -1,10 +1,13 @@
 """`penstock`: the command line, thin over the client."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
+from rich.markup import escape
+from typer.core import TyperGroup
 
 from penstock.cli import (
     agents,
@@ -26,10 +29,51 @@ from penstock.cli import (
     verify,
     watch,
 )
-from penstock.cli.console import EXIT_CODES, out
+from penstock.cli.console import EXIT_CODES, INTERRUPTED, err, out
+
+_UsageError = cast(
+    "type[typer.BadParameter]",
+    next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"),
+)
+"""What a wrong command line raises; the name of its module differs between versions of typer."""
+
+
+class _Group(TyperGroup):
+    """All errors begin alike: `error:`, whether the command line or a service is at fault."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        given = (args, prog_name, complete_var)
+        if not standalone_mode:
+            return super().main(*given, False, windows_expand_args, **extra)
+        try:
+            code = super().main(*given, False, windows_expand_args, **extra)
+        except _UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                error.show()
+                sys.exit(error.exit_code)
+            if context := getattr(error, "ctx", None):
+                err.print(escape(context.get_usage()), soft_wrap=True)
+                err.print(f"Try '{context.command_path} --help' for help.\n", soft_wrap=True)
+            told = error.format_message().replace("Input should be", "must be")
+            err.print(f"[bold red]error[/]: {escape(told)}", soft_wrap=True)
+            sys.exit(error.exit_code)
+        except typer.Abort:
+            err.print("interrupted")
+            sys.exit(INTERRUPTED)
+        sys.exit(code if isinstance(code, int) else 0)
+
 
 app = typer.Typer(
     name="penstock",
+    cls=_Group,
     help="Run coding agents in sandboxes and meter their model calls.",
     epilog=EXIT_CODES,
     no_args_is_help=True,

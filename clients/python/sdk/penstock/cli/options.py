@@ -36,6 +36,13 @@ Tokenizer = Annotated[
     Path | None,
     typer.Option(exists=True, help="tokenizer.json of a file's tokens, or its directory; to read what was sampled."),
 ]
+FilesFrom = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--files-from", metavar="DIR", exists=True, file_okay=False,
+        help="A task file may name files of this directory too, not only of its own; repeat.",
+    ),
+]  # fmt: skip
 StateDir = Annotated[Path | None, typer.Option(help="Where the services keep their state; default: per user.")]
 Labels = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Only with this label; repeat.")]
 

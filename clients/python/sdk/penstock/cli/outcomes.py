@@ -13,6 +13,8 @@ from penstock.client.recordings import Recording
 from penstock.client.results import Changes
 
 _BAR: Final = 30
+_OF_A_GRADE: Final = ("warning", "fatal")
+"""Severities of findings that make a trajectory less than exact."""
 
 
 def outcome(result: Outcome) -> RenderableType:
@@ -77,10 +79,13 @@ def totals(trajectory: Trajectory) -> str:
     prompt = sum(call.prompt_count for call in trajectory.calls)
     sampled = sum(call.sampled_count for call in trajectory.calls)
     trainable = sum(int(sample.loss_mask.sum()) for sample in trajectory.samples)
+    excluded = "".join(f"\n{item.message}" for item in trajectory.findings if item.reason == "TURNS_UNTRAINED")
+    reasons = {item.reason: item.message for item in trajectory.findings if item.severity in _OF_A_GRADE}
+    why = "".join(f"\n{reason}: {message}" for reason, message in reasons.items())
     return (
         f"{counted(len(trajectory.calls), 'call')}, {prompt} prompt and {sampled} sampled tokens;"
         f" {counted(len(trajectory.samples), 'sample')} with {counted(trainable, 'trainable token')};"
-        f" capture {trajectory.capture_level}, grade {trajectory.grade}"
+        f" capture {trajectory.capture_level}, grade {trajectory.grade}{why}{excluded}"
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from penstock.cli.options import (
     ApiKeyEnv,
     AsJson,
     Backend,
+    FilesFrom,
     MaxCalls,
     Seed,
     SkipPermissions,
@@ -80,12 +82,13 @@ def rollout(
     script: Script = None,
     state_dir: StateDir = None,
     save: Annotated[Path, typer.Option(help="Directory for trajectories and artifacts.")] = Path("runs/rollouts"),
+    files_from: FilesFrom = None,
     as_json: AsJson = False,
 ) -> None:
     """Run an agent on a task, watch it live, and save its trajectory."""
     answers = answerer(upstream, model, api_key_env)
     choice = model_choice(model_dir, engine, script)
-    given = with_image(read(Task.load, task))
+    given = with_image(read(partial(Task.load, files_from=files_from or ()), task))
     options = rollout_options(answers, backend=backend, timeout=timeout, max_calls=max_calls, seed=seed)
     options["mode"] = mode or (Mode.TRANSPARENT_PROXY if upstream else Mode.INTERCEPTION_GATE)
     if run_id is not None:

@@ -13,6 +13,7 @@ from penstock.cli.console import err
 from penstock.client import Endpoints, Penstock, Unavailable, connect
 from penstock.client.endpoints import of_state_dir, resolve
 from penstock.client.stack import LocalStack, UpstreamEndpoint
+from penstock.client.supervision import ServiceRestart
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,12 @@ class ModelChoice:
         """Whether the command line asks for an engine of its own."""
         return self.model_dir is not None or self.script is not None
 
-    def stack(self, ports: Mapping[str, int], state_dir: Path | None) -> LocalStack:
+    def stack(
+        self,
+        ports: Mapping[str, int],
+        state_dir: Path | None,
+        on_restart: Callable[[ServiceRestart], None] | None = None,
+    ) -> LocalStack:
         """The services, not yet started."""
         options = dict(self.engine_options)
         if self.script is not None:
@@ -50,6 +56,7 @@ class ModelChoice:
             upstreams=self.upstreams,
             ports=ports,
             state_dir=state_dir,
+            on_restart=on_restart,
         )
 
 

@@ -1,5 +1,6 @@
 """`penstock tasks`: check task files, export their schema, import those of others, build images, prove solutions."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ from rich.markup import escape
 
 from penstock.cli.asking import answered, answerer
 from penstock.cli.console import FAILED, OK, clean, columns, counted, emit, err, out, quoted, read, run, usage_error
-from penstock.cli.options import AsJson, Backend, StateDir, UpstreamModel, rollout_options
+from penstock.cli.options import AsJson, Backend, FilesFrom, StateDir, UpstreamModel, rollout_options
 from penstock.cli.up import Engine, ModelDir, Script, model_choice
 from penstock.client.images import build_images, image_of, with_image
 from penstock.client.importers import FORMATS, Choices, import_tasks
@@ -23,10 +24,11 @@ Tasks = Annotated[Path, typer.Argument(help="Directory of tasks, task set file, 
 @app.command(short_help="Whether every task of a directory holds, and what it is.")
 def check(
     tasks: Tasks,
+    files_from: FilesFrom = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every task and say what does not hold: file, line and field. Nothing is started."""
-    given = read(load_tasks, tasks)
+    given = read(partial(load_tasks, files_from=files_from or ()), tasks)
     rows = columns("task", "image", ("files", "right"), ("setup", "right"), "verifier", "solution")
     for task in given.tasks:
         image = image_of(task) or ("" if task.sandbox is None else task.sandbox.image)
@@ -121,9 +123,9 @@ def import_(
 
 
 @app.command(short_help="Build the images of tasks that bring a Dockerfile.")
-def build(tasks: Tasks, as_json: AsJson = False) -> None:
+def build(tasks: Tasks, files_from: FilesFrom = None, as_json: AsJson = False) -> None:
     """Build what is not there yet; each image is named after what it is made of."""
-    given = read(load_tasks, tasks).tasks
+    given = read(partial(load_tasks, files_from=files_from or ()), tasks).tasks
 
     async def work() -> int:
         await build_images(given, lambda line: err.print(escape(line), style="dim"))
@@ -151,10 +153,11 @@ def prove_(
     engine: Engine = "numpy",
     script: Script = None,
     state_dir: StateDir = None,
+    files_from: FilesFrom = None,
     as_json: AsJson = False,
 ) -> None:
     """Run each task's own solution, and nothing at all, through its verifier: before any agent is judged by it."""
-    given = [with_image(task) for task in read(load_tasks, tasks).tasks]
+    given = [with_image(task) for task in read(partial(load_tasks, files_from=files_from or ()), tasks).tasks]
     answers = answerer(upstream, model, None)
     choice = model_choice(model_dir, engine, script)
     options = rollout_options(answers, backend=backend)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated
@@ -12,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from penstock.cli.console import FAILED, OK, clean, counted, emit, err, out, quoted, read, run
-from penstock.cli.options import AsJson, StateDir
+from penstock.cli.options import AsJson, FilesFrom, StateDir
 from penstock.cli.services import services
 from penstock.client import Observation, Penstock, SandboxChoice, Task, Terminal, TerminalHandle
 from penstock.client.images import with_image
@@ -27,6 +28,7 @@ def terminal(
     image: Annotated[str, typer.Option(help="Of the sandbox; default: the backend's.")] = "",
     timeout: Annotated[float | None, typer.Option(min=0.001, help="Seconds for each command; default: 120.")] = None,
     state_dir: StateDir = None,
+    files_from: FilesFrom = None,
     as_json: AsJson = False,
 ) -> None:
     """Type a task's commands yourself, and have the result graded.
@@ -34,7 +36,7 @@ def terminal(
     Each line of the input is a command for the episode's shell, whose state lasts; its end gives the final answer.
     Exit code 0: the episode ended without a failure, with a reward where the task has a verifier.
     """
-    wanted = with_image(read(Task.load, task))
+    wanted = with_image(read(partial(Task.load, files_from=files_from or ()), task))
 
     async def work() -> int:
         async with services(state_dir=state_dir) as ps:

@@ -17,7 +17,7 @@ import typer
 import yaml
 from rich.markup import escape
 
-from penstock.cli.console import OK, columns, emit, err, out, run, usage_error
+from penstock.cli.console import OK, clean, columns, emit, err, out, run, usage_error
 from penstock.cli.dashboard import beside
 from penstock.cli.options import StateDir
 from penstock.cli.services import ModelChoice
@@ -29,9 +29,13 @@ from penstock.client.endpoints import (
     write_connection,
 )
 from penstock.client.stack import FIXED_PORTS, LocalStack, StackFailed, UpstreamEndpoint
+from penstock.client.supervision import ServiceRestart
 
 ModelDir = Annotated[Path | None, typer.Option(help="Directory with config.json, model.safetensors, tokenizer.json.")]
-Engine = Annotated[str, typer.Option(help="Engine of the inference service: numpy, vllm, openai, scripted, ...")]
+Engine = Annotated[
+    str,
+    typer.Option(help="Engine of the inference service: numpy, vllm, openai, scripted, or none: a tokenizer alone."),
+]
 Script = Annotated[Path | None, typer.Option(help="Script of the scripted engine.")]
 
 
@@ -44,12 +48,12 @@ def model_choice(
     if engine == "scripted" and script is None:
         usage_error("the scripted engine needs --script FILE")
     if engine != "numpy" and model_dir is None:
-        usage_error(f"the {engine} engine needs --model-dir DIR: its tokenizer and template are used")
+        usage_error(f"--engine {engine} needs --model-dir DIR: its tokenizer and template are used")
     for path, what in ((model_dir, "--model-dir"), (script, "--script")):
         if path is not None and not path.exists():
             usage_error(f"{what}: there is no {path}")
     if model_dir is not None and engine != "openai":  # an endpoint of text alone needs none
-        needed = ("tokenizer.json",) if engine == "scripted" else ("config.json", "tokenizer.json")
+        needed = ("tokenizer.json",) if engine in ("scripted", "none") else ("config.json", "tokenizer.json")
         for name in needed:
             if not (model_dir / name).is_file():
                 usage_error(f"--model-dir: {model_dir} has no {name}")
@@ -154,7 +158,7 @@ async def _up(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
-    stack = choice.stack({} if free_ports else FIXED_PORTS, state_dir)
+    stack = choice.stack({} if free_ports else FIXED_PORTS, state_dir, on_restart=_tell_restart)
     connection = stack.state_dir / CONNECTION_FILE
     err.print(f"[dim]starting {', '.join(stack.services)}; state in {escape(str(stack.state_dir))}[/]", soft_wrap=True)
     try:
@@ -183,6 +187,11 @@ async def _up(
         if not stopped:
             raise
     return OK
+
+
+def _tell_restart(restart: ServiceRestart) -> None:
+    colour = "green" if restart.ready else "yellow"
+    err.print(f"[{colour}]{escape(clean(str(restart)))}[/]", soft_wrap=True)
 
 
 def _say_where(stack: LocalStack, connection: Path, link: str, as_json: bool) -> None:

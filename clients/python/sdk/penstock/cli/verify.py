@@ -21,14 +21,19 @@ def verify(
     ],
     sequences: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="The table of samples too: each trained token is compared."),
+        typer.Option(
+            exists=True, dir_okay=False, help="The table of samples too: all of it is compared with the calls."
+        ),
+    ] = None,
+    tool_calls: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="The table of calls of host tools too.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute the hash chains of exported trajectories again, offline."""
+    """Find what was altered in exported trajectories since the gate recorded them, offline."""
 
     async def work() -> int:
-        proof = check(read_rows(file), read_rows(sequences) if sequences is not None else ())
+        proof = check(*(read_rows(table) if table is not None else () for table in (file, sequences, tool_calls)))
         holds = not proof.problems and proof.calls > 0
         if as_json:
             emit({"holds": holds, **asdict(proof)})
@@ -45,6 +50,9 @@ def verify(
             out.print("[red]nothing to prove[/]: no call has exact tokens")
         rest = f"; {proof.unproven} without exact tokens are as stated" if proof.unproven else ""
         rest += f"; {counted(proof.samples, 'sample')} compared" if sequences is not None else ""
+        rest += f"; {counted(proof.tool_calls, 'tool call')} compared" if tool_calls is not None else ""
+        if proof.undigested:
+            rest += f"; {counted(proof.undigested, 'row')} of an older version without digests"
         verdict = "[green]holds[/]" if holds else "[red]does not hold[/]"
         what = ", ".join((counted(proof.rollouts, "rollout"), counted(proof.calls, "call")))
         out.print(f"{verdict}: {what}, {counted(proof.tokens, 'sampled token')}{rest}")

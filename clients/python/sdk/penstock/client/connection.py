@@ -111,7 +111,7 @@ class Penstock:
             identity: who this is, for people; empty = this machine's name.
             messages: whether calls carry messages and tools beside tokens.
             bodies: whether they carry the agent's request body.
-            reconnect_timeout: seconds for which a broken connection is taken up again.
+            reconnect_timeout: seconds for which a gate that is away is waited for, at first and later.
         """
         if selector is None:
             selector = Selector(run_id=run_id, group_id=group_id, rollout_ids=rollout_ids, labels=labels or {})

@@ -17,6 +17,7 @@ from typing import Final, Literal, get_args
 import orjson
 
 from penstock.client.errors import ConfigurationError
+from penstock.client.private import private_directory
 
 ServiceName = Literal["sandbox", "driver", "interception", "inference"]
 """The four services."""
@@ -184,7 +185,7 @@ def write_connection(file: Path, endpoints: Endpoints, *, pid: int | None) -> No
     if endpoints.tls is not None and endpoints.tls.ca is not None:
         content["ca"] = str(endpoints.tls.ca)
     data = orjson.dumps(content)
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    private_directory(file.parent)
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:

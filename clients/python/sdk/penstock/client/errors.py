@@ -95,7 +95,7 @@ class Aborted(PenstockError):
 
 
 class Cancelled(PenstockError):
-    """The call was cancelled."""
+    """The service says that the call was cancelled. A call that was dropped without a word is `Unavailable`."""
 
 
 class ResourceExhausted(PenstockError):
@@ -230,6 +230,13 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> PenstockError:
                 retry_after = max(0.0, retry.retry_delay.ToNanoseconds() / 1e9)
     if reason == "TRANSPORT_UNAVAILABLE":
         message = f"Cannot reach {peer}. Is it running? `penstock up` starts all services. ({message})"
+    elif reason == "TRANSPORT_CANCELLED":
+        # Cancelling here ends as asyncio.CancelledError. It was the server's core, which drops calls under a flood.
+        code = grpc.StatusCode.UNAVAILABLE
+        message = (
+            f"{peer[:1].upper()}{peer[1:]} dropped the call before it was answered: it is overloaded or shutting down."
+            f" Try again; if it stays so, look at who connects to it. ({message})"
+        )
     elif reason == "TRANSPORT_UNIMPLEMENTED":
         message = f"This is not implemented by {peer}: {message}"
     kind = _CLASSES.get(code, Internal)

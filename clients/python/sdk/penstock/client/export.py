@@ -2,6 +2,8 @@
 trainers eat) and `tool_calls` (a row per call of a host tool), as JSON Lines or Parquet. docs/exports.md says what
 each column is.
 
+Each row has a digest of itself and says how many its rollout has in the table; `proof.verify` checks both.
+
 Invariants of a row of `sequences`: input_ids, loss_mask and logprobs have one length; the mask is 1 exactly on sampled
 tokens that may be trained; there the logprob is finite and <= 0, elsewhere it is 0.0.
 """
@@ -16,7 +18,7 @@ import numpy as np
 
 from penstock.client.chat import Message, Sampling
 from penstock.client.errors import InvalidArgument
-from penstock.client.export_columns import SCHEMA_VERSION, Row, Table
+from penstock.client.export_columns import SCHEMA_VERSION, Row, Table, row_digest
 from penstock.client.export_files import Format, Sink, format_of, new_file, read_rows
 from penstock.client.results import Outcome
 from penstock.client.trajectories import Call, Trajectory
@@ -45,7 +47,7 @@ def turns(trajectory: Trajectory) -> Iterator[Row]:
     """A row per model call, in order of arrival."""
     for call in trajectory.calls:
         completion = call.completion
-        yield {
+        row = {
             **_common(trajectory),
             "turn_index": call.index,
             "call_id": call.call_id,
@@ -88,6 +90,7 @@ def turns(trajectory: Trajectory) -> Iterator[Row]:
             "chain_sha256": call.chain_sha256.hex() or None,
             "rollout_chain_sha256": trajectory.chain_sha256.hex() or None,
         }
+        yield _sealed(row, len(trajectory.calls))
 
 
 def sequences(trajectory: Trajectory) -> Iterator[Row]:
@@ -110,7 +113,7 @@ def sequences(trajectory: Trajectory) -> Iterator[Row]:
         if logprobs is not None and not (np.isfinite(logprobs) & (logprobs <= 0))[sample.loss_mask].all():
             raise InvalidArgument(f"Sample {sample.sample_id} has logprobs that are none", reason="SAMPLE_BROKEN")
         versions = [span.policy_version for span in sample.versions]
-        yield {
+        row = {
             **_common(trajectory),
             "sequence_index": index,
             "sample_id": sample.sample_id,
@@ -134,12 +137,13 @@ def sequences(trajectory: Trajectory) -> Iterator[Row]:
             "temperatures": [(samplings.get(turn.call_id) or {}).get("temperature") for turn in sample.turns],
             "samplings": [samplings.get(turn.call_id) for turn in sample.turns],
         }
+        yield _sealed(row, len(trajectory.samples))
 
 
 def tool_calls(trajectory: Trajectory) -> Iterator[Row]:
     """A row per call of a host tool, in order of arrival."""
     for call in trajectory.host_tool_calls:
-        yield {
+        row = {
             **_common(trajectory),
             "tool_call_index": call.index,
             "tool_call_id": call.tool_call_id,
@@ -154,6 +158,7 @@ def tool_calls(trajectory: Trajectory) -> Iterator[Row]:
             "receive_time": _time(call.receive_time),
             "end_time": _time(call.end_time),
         }
+        yield _sealed(row, len(trajectory.host_tool_calls))
 
 
 ROWS: Final[dict[Table, Callable[[Trajectory], Iterator[Row]]]] = {
@@ -249,6 +254,13 @@ def _common(trajectory: Trajectory) -> Row:
         "error_cause": trajectory.failure_cause or None,
         "error_caused_by": trajectory.failure_caused_by or None,
     }
+
+
+def _sealed(row: Row, rows: int) -> Row:
+    """The row with what shows that it was altered, or that another of its rollout's is missing."""
+    row["rollout_rows"] = rows
+    row["row_sha256"] = row_digest(row)
+    return row
 
 
 def _ids(trajectory: Trajectory, call: Call) -> list[int] | None:

@@ -3,12 +3,16 @@
 Invariants: a row of a table has exactly its columns, in this order; a column of one name has one type in all tables.
 """
 
+import hashlib
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Final
 
-SCHEMA_VERSION: Final = 2
-"""Of the rows; it grows when a column changes its meaning or type. 1: spans and turns were JSON text in Parquet."""
+import orjson
+
+SCHEMA_VERSION: Final = 3
+"""Of the rows; it grows when a column changes its meaning or type. 1: spans and turns were JSON text in Parquet. 2: no
+row had a digest."""
 
 Row = dict[str, Any]
 
@@ -54,6 +58,7 @@ _COMMON: Final = {
     "error_cause": Kind.TEXT,
     "error_caused_by": Kind.TEXT,
 }
+_SEAL: Final = {"rollout_rows": Kind.INT32, "row_sha256": Kind.TEXT}
 
 COLUMNS: Final = MappingProxyType(
     {
@@ -99,6 +104,7 @@ COLUMNS: Final = MappingProxyType(
             "chain_index": Kind.INT32,
             "chain_sha256": Kind.TEXT,
             "rollout_chain_sha256": Kind.TEXT,
+            **_SEAL,
         },
         Table.SEQUENCES: {
             **_COMMON,
@@ -123,6 +129,7 @@ COLUMNS: Final = MappingProxyType(
             "findings": Kind.FINDINGS,
             "temperatures": Kind.DOUBLES,
             "samplings": Kind.JSON,
+            **_SEAL,
         },
         Table.TOOL_CALLS: {
             **_COMMON,
@@ -138,10 +145,18 @@ COLUMNS: Final = MappingProxyType(
             "end_reason": Kind.TEXT,
             "receive_time": Kind.TEXT,
             "end_time": Kind.TEXT,
+            **_SEAL,
         },
     }
 )
 """The columns of each table, by name."""
+
+
+def row_digest(row: Row) -> str:
+    """SHA-256, hexadecimal, of what a row has beside `row_sha256`, as JSON: UTF-8 without spaces, keys sorted at each
+    level, numbers in their shortest form. It is the same of rows of JSON Lines and of Parquet."""
+    rest = {name: value for name, value in row.items() if name != "row_sha256"}
+    return hashlib.sha256(orjson.dumps(rest, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def arrow_schema(table: Table) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from penstock.client.errors import ConfigurationError, FailedPrecondition
 from penstock.client.tasks import SandboxChoice, Task
@@ -31,14 +31,26 @@ def image_of(task: Task) -> str:
     try:
         for path in sorted(task.build.rglob("*")):
             kind = b"l" if path.is_symlink() else b"f" if path.is_file() else b"d"
-            content = str(path.readlink()).encode() if kind == b"l" else path.read_bytes() if kind == b"f" else b""
+            content = str(path.readlink()).encode() if kind == b"l" else b""
             mode = b"%o" % (path.lstat().st_mode & 0o777) if kind == b"f" else b""
-            for part in (kind, str(path.relative_to(task.build)).encode(), mode, content):
+            for part in (kind, str(path.relative_to(task.build)).encode(), mode):
                 found.update(b"%d:" % len(part) + part)
+            if kind == b"f":
+                _add_file(found, path)
+            else:
+                found.update(b"%d:" % len(content) + content)
     except OSError as error:
         raise ConfigurationError(f"{task.build}: {error.strerror}", reason="IMAGE_CONTEXT") from None
     name = "".join(letter if letter.isalnum() else "-" for letter in task.task_id.lower())[:60].strip("-") or "task"
     return f"{REPOSITORY}/{name}:{found.hexdigest()[:16]}"
+
+
+def _add_file(found: Any, path: Path) -> None:
+    """Whatever its size: a file of a build may have holes of terabytes."""
+    with path.open("rb") as file:
+        found.update(b"%d:" % path.stat().st_size)
+        while chunk := file.read(1 << 20):
+            found.update(chunk)
 
 
 def with_image(task: Task) -> Task:

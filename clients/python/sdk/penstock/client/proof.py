@@ -2,83 +2,69 @@
 
 The gate moves a rollout's chain on with each call that it delivers. Whoever has the rows can compute the chain again: a
 token, logprob, version or sampling setting that was changed, a call that was left out, put in or moved, shows at once.
+What is made of calls (samples, masks, weights) is made again from them, and each row's digest shows any other change.
 The check proves that rows are what the gate recorded, not that the gate was honest.
 """
 
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from penstock.client.errors import InvalidArgument
+from penstock.client.export_columns import Row, Table
+from penstock.client.proof_rows import Problem, Proof, checked_rows, unlike
+from penstock.client.proof_samples import check_samples
+
+__all__ = ["Problem", "Proof", "Row", "verify"]
 
 _START: Final = b"penstock.trajectory.v1 chain\0"
 
-Row = dict[str, Any]
 
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that does not hold. `call_id` is empty where it concerns the whole rollout."""
-
-    rollout_id: str
-    call_id: str
-    message: str
-
-
-@dataclass(slots=True)
-class Proof:
-    """What was checked. It holds when `problems` is empty and `calls` is not 0.
-
-    Attributes:
-        rollouts: with at least one call.
-        calls: whose place in the chain was computed and was right, or has a problem.
-        tokens: sampled tokens among them.
-        unproven: delivered calls without exact tokens (text only): their links are taken as stated.
-        samples: rows of `sequences` that were compared with the calls.
-    """
-
-    rollouts: int = 0
-    calls: int = 0
-    tokens: int = 0
-    unproven: int = 0
-    samples: int = 0
-    problems: list[Problem] = field(default_factory=list)
-
-
-def verify(turns: Iterable[Row], sequences: Iterable[Row] = ()) -> Proof:
-    """Computes every rollout's chain from the rows of `turns`, and compares `sequences` with them.
+def verify(turns: Iterable[Row], sequences: Iterable[Row] = (), tool_calls: Iterable[Row] = ()) -> Proof:
+    """Checks the rows of `turns` and computes every rollout's chain from them; compares the other tables with them.
 
     Args:
         turns: rows as `export.turns` makes them, in any order.
-        sequences: rows as `export.sequences` makes them: each trained token and logprob, and everything before it,
-            must be what its call had.
+        sequences: rows as `export.sequences` makes them: each token, the mask, logprobs, versions, samplings and
+            weights must be those of the calls.
+        tool_calls: rows as `export.tool_calls` makes them.
 
     Raises:
         InvalidArgument: `ROW_INVALID`, a row is not of the table that it is taken for.
     """
     proof = Proof()
-    rollouts: dict[str, list[Row]] = defaultdict(list)
-    for row in turns:
-        rollouts[_field(row, "rollout_id", "turns")].append(row)
+    rollouts = checked_rows(turns, Table.TURNS, proof)
+    samples = checked_rows(sequences, Table.SEQUENCES, proof)
+    tools = checked_rows(tool_calls, Table.TOOL_CALLS, proof)
+    proof.rollouts, proof.samples, proof.tool_calls = len(rollouts), _count(samples), _count(tools)
     for rollout_id, rows in rollouts.items():
         _check_chain(rollout_id, rows, proof)
-    calls = {row["call_id"]: row for rows in rollouts.values() for row in rows}
-    for row in sequences:
-        _check_sample(row, calls, proof)
+        _check_calls(rollout_id, rows, proof)
+    for table, others in ((Table.SEQUENCES, samples), (Table.TOOL_CALLS, tools)):
+        for rollout_id in others.keys() & rollouts.keys():
+            for name in unlike(others[rollout_id][0], rollouts[rollout_id][0]):
+                proof.problems.append(Problem(rollout_id, "", f"its rows of {table} and turns differ in {name}"))
+    for rollout_id, rows in samples.items():
+        calls = {row["call_id"]: row for row in rollouts.get(rollout_id, ())}
+        proof.problems += [Problem(rollout_id, *found) for found in check_samples(rows, calls)]
+    for rollout_id, rows in tools.items():
+        for row in rows:
+            if not _is_digest_of(row["result_sha256"], row["result_json"]):
+                proof.problems.append(Problem(rollout_id, "", f"tool call {row['tool_call_id']}: another result"))
     return proof
 
 
+def _count(rollouts: dict[str, list[Row]]) -> int:
+    return sum(map(len, rollouts.values()))
+
+
 def _check_chain(rollout_id: str, rows: list[Row], proof: Proof) -> None:
-    linked = sorted((row for row in rows if _field(row, "chain_index", "turns") is not None), key=_index)
+    linked = sorted((row for row in rows if row["chain_index"] is not None), key=_index)
     head = hashlib.sha256(_START + rollout_id.encode()).digest()
-    proof.rollouts += 1
     for place, row in enumerate(linked):
-        call_id, stated = row["call_id"], bytes.fromhex(_field(row, "chain_sha256", "turns"))
+        call_id, stated = row["call_id"], _digest(row["chain_sha256"])
         if row["chain_index"] != place:
             what = "is there twice" if row["chain_index"] < place else "is missing"
             proof.problems.append(Problem(rollout_id, "", f"call number {min(row['chain_index'], place)} {what}"))
@@ -96,8 +82,16 @@ def _check_chain(rollout_id: str, rows: list[Row], proof: Proof) -> None:
         # From what was stated, so that one broken call is one problem.
         head = stated
     last = next((row["rollout_chain_sha256"] for row in rows if row.get("rollout_chain_sha256")), "")
-    if last and head.hex() != last:
+    if last and head != _digest(last):
         proof.problems.append(Problem(rollout_id, "", "its last calls are missing"))
+
+
+def _digest(text: str | None) -> bytes:
+    """Of hexadecimal digits; of anything else, bytes that no digest equals."""
+    try:
+        return bytes.fromhex(text or "")
+    except ValueError:
+        return b""
 
 
 def _next(head: bytes, row: Row) -> bytes:
@@ -120,42 +114,33 @@ def _next(head: bytes, row: Row) -> bytes:
     return state.digest()
 
 
-def _check_sample(row: Row, calls: dict[str, Row], proof: Proof) -> None:
-    rollout_id, ids = _field(row, "rollout_id", "sequences"), np.asarray(_field(row, "input_ids", "sequences"))
-    mask = np.asarray(row["loss_mask"], bool)
-    proof.samples += 1
-    covered = np.zeros(len(ids), bool)
-    for span in row["turn_spans"]:
-        covered[span["start"] : span["end"]] = True
-        what = _difference(row, ids, mask, span["start"], span["end"], calls.get(span["call_id"]))
-        if what:
-            proof.problems.append(Problem(rollout_id, span["call_id"], f"sample {row['sample_id']}: {what}"))
-    if (mask & ~covered).any():
-        proof.problems.append(Problem(rollout_id, "", f"sample {row['sample_id']}: trains tokens that no call sampled"))
+def _check_calls(rollout_id: str, rows: list[Row], proof: Proof) -> None:
+    """What of a call follows from others, or from itself."""
+    calls = {row["call_id"]: row for row in rows}
+    for row in rows:
+        body = row.get("request_body")
+        # Bytes that were no UTF-8 are not there any more.
+        if body is not None and "\ufffd" not in body and not _is_digest_of(row.get("request_body_sha256"), body):
+            proof.problems.append(Problem(rollout_id, row["call_id"], "another request body than its digest's"))
+        if not _continues(row, calls.get(row.get("parent_call_id") or "")):
+            proof.problems.append(Problem(rollout_id, row["call_id"], "it shares other tokens with its parent"))
 
 
-def _difference(row: Row, ids: Any, mask: Any, start: int, end: int, call: Row | None) -> str:
-    """What tokens [start, end) of a sample, and all before them, differ in from their call; empty when in nothing."""
-    if call is None or call["completion_token_ids"] is None or call["prompt_token_ids"] is None:
-        return "the call is not in turns"
-    if ids[start:end].tolist() != call["completion_token_ids"] or ids[:start].tolist() != call["prompt_token_ids"]:
-        return "other tokens than the call's"
-    trained = mask[start:end]
-    if row["logprobs"] is None or not trained.any():
-        return ""
-    sample = np.asarray(row["logprobs"], np.float32)[start:end]
-    recorded = np.asarray(call["completion_logprobs"] or [np.nan] * (end - start), np.float32)
-    return "" if np.array_equal(sample[trained], recorded[trained]) else "other logprobs than the call's"
+def _continues(row: Row, parent: Row | None) -> bool:
+    """Whether the prompt begins with the tokens that it is said to share with its parent's prompt and completion."""
+    shared, prompt = row.get("prompt_shared_count") or 0, row["prompt_token_ids"]
+    if not shared or prompt is None:
+        return True
+    if parent is None or parent["prompt_token_ids"] is None:
+        return False
+    before = parent["prompt_token_ids"]
+    known = before[:shared] + (parent["completion_token_ids"] or [])[: max(0, shared - len(before))]
+    return shared == len(known) and bool(prompt[:shared] == known)
 
 
-def _field(row: Row, name: str, table: str) -> Any:
-    try:
-        return row[name]
-    except KeyError:
-        raise InvalidArgument(
-            f"A row has no {name}: it is not of the table {table}, or an older version wrote it",
-            reason="ROW_INVALID",
-        ) from None
+def _is_digest_of(digest: str | None, text: str | None) -> bool:
+    """Whether the digest, if there is one, is the text's, if that is there."""
+    return not digest or text is None or hashlib.sha256(text.encode()).hexdigest() == digest
 
 
 def _index(row: Row) -> int:

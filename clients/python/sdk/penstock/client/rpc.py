@@ -35,6 +35,8 @@ T = TypeVar("T")
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 """Largest message either way, as the services have it."""
 
+_MAX_CONNECTIONS: Final = 64
+
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -47,6 +49,9 @@ _OPTIONS: Final = (
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.enable_http_proxy", 0),
+    # A service bounds the calls of one connection: whoever makes more opens more connections.
+    ("grpc.max_connections_per_subchannel_cap", _MAX_CONNECTIONS),
+    ("grpc.service_config", f'{{"connectionScaling": {{"maxConnectionsPerSubchannel": {_MAX_CONNECTIONS}}}}}'),
 )
 
 _ATTEMPTS: Final = 5

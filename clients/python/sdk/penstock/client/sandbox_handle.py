@@ -191,17 +191,22 @@ class SandboxHandle:
             disk_bytes=wire.optional(answer, "disk_bytes"),
         )
 
-    async def diff(self) -> Diff:
+    async def diff(self, *, max_bytes: int | None = None) -> Diff:
         """The files that differ from what it was made from, in memory.
 
+        Args:
+            max_bytes: most bytes of the tar, not negative; None = 1 GiB.
+
         Raises:
-            FailedPrecondition: `CAPABILITY_MISSING` where its backend cannot tell.
+            FailedPrecondition: `CAPABILITY_MISSING` where its backend cannot tell; `FILE_REPLACED` where a file became
+                shorter meanwhile.
+            ResourceExhausted: `TREE_TOO_LARGE`, before what is too much is read.
             DataLoss: they did not arrive as they were sent.
         """
-        return await self._service.repeat(self._diff)
+        return await self._service.repeat(lambda: self._diff(max_bytes))
 
-    async def _diff(self) -> Diff:
-        request = pb.DiffSandboxRequest(sandbox_id=self.sandbox_id)
+    async def _diff(self, max_bytes: int | None) -> Diff:
+        request = pb.DiffSandboxRequest(sandbox_id=self.sandbox_id, max_bytes=max_bytes)
         content, end = bytearray(), pb.DiffSandboxResponse.DiffEnd()
         async with aclosing(self._service.stream(self._stub.DiffSandbox, request)) as messages:
             async for message in messages:

@@ -6,6 +6,7 @@ for three is taken for gone.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +36,8 @@ from penstock.client.wire import seconds
 from penstock.interception.v1 import intercept_service_pb2 as pb
 from penstock.interception.v1 import intercept_service_pb2_grpc as pb_grpc
 
+_log = logging.getLogger("penstock.intercept")
+
 _HANDSHAKE_S: Final = 20.0
 _GOODBYE_S: Final = 5.0
 _SETTLED_S: Final = 5.0
@@ -55,8 +58,9 @@ class Selector:
 class InterceptSession:
     """An `async with` block in which agents' calls come in; made by `ps.intercept`.
 
-    Inside, `calls()` yields them. A connection that breaks is taken up again for `reconnect_timeout` seconds; after
-    that, and on an error that will not pass, `calls()` and every answer under way raise.
+    Inside, `calls()` yields them. A gate that is away when the block is entered is waited for, and a connection that
+    breaks is taken up again, for `reconnect_timeout` seconds; after that, and on an error that will not pass, `calls()`
+    and every answer under way raise.
     """
 
     def __init__(
@@ -213,7 +217,8 @@ class InterceptSession:
         """Connects, converses, and connects again until the session is closed or cannot be saved."""
         loop = asyncio.get_running_loop()
         backoff = Backoff()
-        unheard = _UNHEARD
+        unheard, told = _UNHEARD, False
+        self._last_received = loop.time()
         try:
             while True:
                 began = loop.time()
@@ -224,17 +229,22 @@ class InterceptSession:
                     if not self.session_id and error.reason == "STREAM_BROKEN" and unheard and not self._closing:
                         unheard -= 1  # refused, and grpc.aio forgot why
                         continue
-                    if not self.session_id or self._closing or not _passes(error):
+                    if self._closing or not (_passes(error) if self.session_id else _is_away(error)):
                         raise
                     if loop.time() - began > _SETTLED_S:
                         backoff.reset()
                     wish = self._go_away or error
                     self._go_away = None
                     if loop.time() - self._last_received > self._reconnect_timeout:
+                        if not self.session_id:
+                            raise
                         raise SessionLost(
                             f"The session could not be taken up again in {self._reconnect_timeout:.0f} s: {error}",
                             reason="SESSION_LOST",
                         ) from error
+                if not self.session_id and not told:
+                    told = True
+                    _log.warning("waiting for the gate, %.0f s at most: %s", self._reconnect_timeout, wish)
                 await asyncio.sleep(backoff.next(wish))
         except PenstockError as error:
             self._end(error)
@@ -417,6 +427,11 @@ def _selector_to(selector: Selector) -> pb.CallSelector:
         rollout_ids=selector.rollout_ids,
         labels=selector.labels,
     )
+
+
+def _is_away(error: PenstockError) -> bool:
+    """Whether a gate that was never reached may come yet; one that refused in forgotten words was reached."""
+    return isinstance(error, Unavailable) and error.reason != "STREAM_BROKEN"
 
 
 def _passes(error: PenstockError) -> bool:

@@ -4,8 +4,9 @@
 and stops it in reverse. Each service gets its settings, tokens included, in a file of its own that only this user can
 read; nothing secret is in an argv or an environment. The services end when this process ends, however it ends.
 
-A service that dies ends the stack: the block that uses it is cancelled and `StackFailed` is raised with the end of the
-service's log. None is restarted.
+A service that dies is started again on the same ports, state and tokens, after a pause (`penstock.client.supervision`).
+The others go on meanwhile. One that dies too often ends the stack: the block that uses it is cancelled and
+`StackFailed` is raised with the end of the service's log.
 """
 
 import asyncio
@@ -18,9 +19,9 @@ import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
@@ -37,6 +38,8 @@ from penstock.client.endpoints import (
     state_dir as default_state_dir,
 )
 from penstock.client.errors import ConfigurationError, PenstockError
+from penstock.client.private import open_private, private_directory
+from penstock.client.supervision import MAX_RESTARTS, WINDOW_S, Deaths, ServiceRestart
 
 _log = logging.getLogger("penstock.stack")
 
@@ -96,6 +99,8 @@ class LocalStack:
         log_dir: where their logs go; None = `logs` in the state directory.
         settings: further settings by service, as in their own files.
         start_timeout: seconds that each service may take until it is ready.
+        max_restarts: how often a service that died is started again within ten minutes; 0 = a death ends the stack.
+        on_restart: called when a service died and is about to be started again, and when it is back; absent = logged.
     """
 
     def __init__(
@@ -111,6 +116,8 @@ class LocalStack:
         log_dir: Path | str | None = None,
         settings: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         start_timeout: float = START_TIMEOUT_S,
+        max_restarts: int = MAX_RESTARTS,
+        on_restart: Callable[[ServiceRestart], None] | None = None,
     ) -> None:
         # Absolute like the rest: the services get them in files of their own, which lie elsewhere.
         self._model_dir = None if model_dir is None else Path(model_dir).absolute()
@@ -123,6 +130,8 @@ class LocalStack:
         self.log_dir = Path(log_dir or self.state_dir / "logs").absolute()
         self._settings = settings
         self._start_timeout = start_timeout
+        self._max_restarts = max_restarts
+        self._on_restart = on_restart or (lambda restart: _log.warning("%s", restart))
         self.operator_token = secrets.token_hex(32)
         """May call everything."""
         self.trainer_token = secrets.token_hex(32)
@@ -133,6 +142,9 @@ class LocalStack:
         """`host:port` where each service that has `metrics_port` set tells its metrics (`/metrics`, with a token)."""
         self._addresses: dict[ServiceName, str] = {}
         self._processes: list[_Process] = []
+        self._deaths: dict[ServiceName, Deaths] = {}
+        self._last_end: dict[ServiceName, str] = {}
+        self._restarting: set[asyncio.Task[None]] = set()
         self._private: Path | None = None
         self._lock: int | None = None
         self._owner: asyncio.Task[Any] | None = None
@@ -180,7 +192,7 @@ class LocalStack:
             raise failure from None
 
     async def wait(self) -> None:
-        """Waits for ever; a service that dies cancels it, as it does everything inside the block."""
+        """Waits for ever; a service that died too often cancels it, as it does everything inside the block."""
         await asyncio.get_running_loop().create_future()
 
     def _uncancel(self) -> None:
@@ -195,9 +207,9 @@ class LocalStack:
                 f"Not installed here: {', '.join(missing)}. Install with: pip install {packages}",
                 reason="SERVICE_NOT_INSTALLED",
             )
-        self.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.log_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = os.open(self.state_dir / "stack.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        private_directory(self.state_dir)
+        private_directory(self.log_dir)
+        self._lock = open_private(self.state_dir / "stack.lock", os.O_RDWR)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -221,6 +233,7 @@ class LocalStack:
         if self._private is None:
             raise AssertionError("prepared before anything is started")
         config = self._private / f"{name}.toml"
+        config.unlink(missing_ok=True)  # of the process that died
         descriptor = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             stream.write(f"[{name}]\n")
@@ -228,8 +241,8 @@ class LocalStack:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
         environment["PENSTOCK_CONFIG"] = str(config)
         log = self.log_dir / f"{name}.log"
-        with log.open("ab") as errors:
-            log_start = errors.tell()
+        with os.fdopen(open_private(log, os.O_WRONLY | os.O_APPEND), "ab") as errors:
+            log_start = errors.seek(0, os.SEEK_END)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -241,7 +254,7 @@ class LocalStack:
                 process_group=0,  # an interrupt at the terminal is ours: we stop them in order
             )
         item = _Process(name, process, log, log_start, asyncio.get_running_loop().create_future())
-        self._processes.append(item)
+        self._processes = [*(other for other in self._processes if other.name != name), item]
         item.reader = asyncio.create_task(self._watch(item), name=f"penstock-stack-{name}")
         try:
             async with asyncio.timeout(self._start_timeout):
@@ -259,20 +272,23 @@ class LocalStack:
     def _table(self, name: ServiceName) -> dict[str, Any]:
         """A service's settings."""
         table: dict[str, Any] = {
-            "port": self._ports.get(name, 0),
+            "port": _port(self._addresses.get(name), self._ports.get(name, 0)),
             "operator_token": self.operator_token,
             "trainer_token": self.trainer_token,
             "state_dir": str(self.state_dir / name),
             "drain_s": DRAIN_S,
             "parent_pid": os.getpid(),
         }
+        if deaths := self._deaths.get(name):
+            table["restarts"] = deaths.total
+            table["last_end"] = self._last_end[name]
         match name:
             case "inference":
                 table["model_dir"] = str(self._model_dir)
                 table["engine"] = self._engine
                 table["engine_options"] = dict(self._engine_options)
             case "interception":
-                table["ingress_port"] = self._ports.get("ingress", 0)
+                table["ingress_port"] = _port(self.ingress_address, self._ports.get("ingress", 0))
                 table["inference_address"] = self._addresses.get("inference", "")
                 if "inference" in self._addresses:
                     table["inference_token"] = self.operator_token
@@ -291,7 +307,7 @@ class LocalStack:
         return table | dict(self._settings.get(name, {}))
 
     async def _watch(self, item: _Process) -> None:
-        """Reads what a service says until it ends; an end that nobody asked for ends the stack."""
+        """Reads what a service says until it ends; one that ends by itself once it was ready is started again."""
         stdout = item.process.stdout
         if stdout is None:
             raise AssertionError("started with a pipe")
@@ -303,18 +319,61 @@ class LocalStack:
         code = await item.process.wait()
         if self._stopping or self._failure is not None:
             return
-        failure = _failure(item, code, self.state_dir)
+        failure = _failure(item, code)
         if not item.ready.done():
             item.ready.set_exception(failure)
             return
-        self._failure = failure
+        self._died(item.name, failure)
+
+    def _died(self, name: ServiceName, failure: StackFailed) -> None:
+        """A service that was ready has ended: starts it again, beside everything else."""
+        task = asyncio.create_task(self._restart(name, failure), name=f"penstock-restart-{name}")
+        self._restarting.add(task)
+        task.add_done_callback(self._restarted)
+
+    async def _restart(self, name: ServiceName, failure: StackFailed) -> None:
+        """Starts a service that died until it is ready.
+
+        Raises:
+            StackFailed: it has died too often.
+        """
+        deaths = self._deaths.setdefault(name, Deaths(self._max_restarts))
+        while (pause := deaths.pause()) is not None:
+            self._last_end[name] = str(failure).partition("\n")[0]
+            restart = ServiceRestart(
+                service=name, cause=self._last_end[name], number=deaths.recent, limit=deaths.limit, pause=pause
+            )
+            self._on_restart(restart)
+            await asyncio.sleep(pause)
+            try:
+                await self._start(name)
+            except StackFailed as error:
+                failure = error
+                await _end(next(item for item in self._processes if item.name == name))
+            else:
+                self._on_restart(replace(restart, ready=True))
+                return
+        raise _final(failure, deaths, self.state_dir)
+
+    def _restarted(self, task: asyncio.Task[None]) -> None:
+        """A service is back, or ends the stack."""
+        self._restarting.discard(task)
+        if task.cancelled() or (error := task.exception()) is None or self._failure is not None:
+            return
+        if not isinstance(error, StackFailed):
+            error = StackFailed(f"A service that died could not be started again: {error!r}", reason="SERVICE_DIED")
+        self._failure = error
         if self._owner is not None:
             self._owner.cancel()
 
     async def _stop(self) -> None:
         self._stopping = True
         try:
-            for item in reversed(self._processes):
+            for task in self._restarting:
+                task.cancel()
+            await asyncio.gather(*self._restarting, return_exceptions=True)
+            order = self.services
+            for item in sorted(self._processes, key=lambda item: order.index(item.name), reverse=True):
                 await _end(item)
         finally:
             for item in self._processes:  # only what an interrupted stop left
@@ -354,7 +413,20 @@ def _holder(lock: int) -> str:
     return f" of process {said.decode()}" if said.isdigit() else ""
 
 
-def _failure(item: _Process, code: int, state_dir: Path) -> StackFailed:
+def _port(bound: str | None, wanted: int) -> int:
+    """The port that a service had before it died, or the one that it is to have."""
+    return int(bound.rpartition(":")[2]) if bound else wanted
+
+
+def _final(failure: StackFailed, deaths: Deaths, state_dir: Path) -> StackFailed:
+    """The failure of a service that is not started again."""
+    how, newline, log = str(failure).partition("\n")
+    often = f" It died {deaths.recent} times in {WINDOW_S / 60:g} minutes." if deaths.recent > 1 else ""
+    advice = f" All services are stopped; start them again to go on with what they have in {state_dir}."
+    return StackFailed(how + often + advice + newline + log, reason=failure.reason)
+
+
+def _failure(item: _Process, code: int) -> StackFailed:
     """Why a service ended: in its own words if it refused to start, with the end of its log if it ended by itself.
 
     One that was killed had no time to log why.
@@ -370,11 +442,10 @@ def _failure(item: _Process, code: int, state_dir: Path) -> StackFailed:
                 if taken:
                     return StackFailed(told, reason="PORT_IN_USE")
                 return StackFailed(told, reason="SERVICE_REFUSED")
-    advice = f"All services are stopped; start them again to go on with what they have in {state_dir}."
     if code < 0:
-        how = f"The {item.name} service was killed by {_signal(-code)}. {advice} Its log is {item.log}."
+        how = f"The {item.name} service was killed by {_signal(-code)}. Its log is {item.log}."
         return StackFailed(how, reason="SERVICE_DIED")
-    how = f"The {item.name} service ended with exit code {code}. {advice}"
+    how = f"The {item.name} service ended with exit code {code}."
     return StackFailed(how + _tail(item), reason="SERVICE_DIED")
 
 

@@ -1,8 +1,8 @@
 """Mappings of files that people write: all keys known, every problem told at once, in words that are about the file."""
 
+import re
 from collections.abc import Iterator, Mapping
 from datetime import date
-from pathlib import Path
 from typing import Any, Final, Self
 
 from pydantic import (
@@ -15,6 +15,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from penstock.client.beside import Beside
+
 _CONFLICT: Final = "conflict"
 
 Place = tuple[str | int, ...]
@@ -25,7 +27,7 @@ class Strict(BaseModel):
     """A mapping whose keys are all known.
 
     A problem of several keys together, or of a file that one names, is `conflicts`' to find: unlike a validator of the
-    whole it is asked also where single keys do not hold. The context's `base` is the directory of the file.
+    whole it is asked also where single keys do not hold. The context's `beside` is the directory of the file.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -36,7 +38,7 @@ class Strict(BaseModel):
         return value
 
     @classmethod
-    def conflicts(cls, value: Mapping[str, Any], base: Path | None) -> Iterator[tuple[Place, str]]:
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
         """What does not hold although each key may, by its place in the mapping. Nothing of `value` is checked yet."""
         return iter(())
 
@@ -44,7 +46,7 @@ class Strict(BaseModel):
     @classmethod
     def _whole(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         value = cls.unfolded(value)
-        found = cls.conflicts(value, (info.context or {}).get("base")) if isinstance(value, Mapping) else ()
+        found = cls.conflicts(value, (info.context or {}).get("beside")) if isinstance(value, Mapping) else ()
         wrong = [InitErrorDetails(type=_conflict(told), loc=place, input=None) for place, told in found]
         if not wrong:
             return handler(value)
@@ -100,4 +102,6 @@ def in_words(item: Mapping[str, Any]) -> str:
     if kind == "too_long":
         return f"must have at most {context['max_length']} items, and has {context['actual_length']}"
     words = _WORDS.get(kind)
-    return item["msg"].removeprefix("Value error, ") if words is None else words.format(**context)
+    if words is None:
+        return re.sub(r"^[A-Z][A-Za-z]* should ", "must ", str(item["msg"]).removeprefix("Value error, "))
+    return words.format(**context)

@@ -1,18 +1,19 @@
 """Task files: YAML or JSON that a person writes, checked strictly, turned into a `Task`.
 
 Unknown keys are refused, with their line and the key that was probably meant. Files are given inline (`content`) or by
-`from`, a file or a directory beside the task file.
+`from`, a file or a directory in the task file's own directory (beside.py).
 """
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
 from pydantic_core import CoreSchema
 
+from penstock.client.beside import Beside, CannotRead
 from penstock.client.errors import InvalidArgument, Violation
 from penstock.client.strict import Place, Strict
 from penstock.client.taskrules import (
@@ -20,17 +21,20 @@ from penstock.client.taskrules import (
     MAX_COMMANDS,
     MAX_COMPONENTS,
     MAX_FILE_BYTES,
+    MAX_INSTRUCTION_BYTES,
     MAX_PATHS,
+    WORKING_DIRECTORY,
     Directory,
     Environment,
-    FilePath,
     Instruction,
     Limit,
     Pattern,
     Plain,
     Range,
+    SeedPath,
     ShellLine,
     instruction_problem,
+    is_file_path,
 )
 from penstock.client.tasks import Command, RewardFrom, SandboxChoice, SeedFile, Solution, Task, Verifier
 from penstock.client.taskterms import Terms
@@ -74,7 +78,7 @@ def _too_large(size: int) -> str:
 
 
 class _File(Strict):
-    path: FilePath
+    path: SeedPath
     content: Annotated[str, AfterValidator(_content)] | None = None
     content_base64: Annotated[str, AfterValidator(_base64)] | None = None
     source: str | None = Field(None, alias="from")
@@ -85,49 +89,36 @@ class _File(Strict):
     ] = None
 
     @classmethod
-    def conflicts(cls, value: Mapping[str, Any], base: Path | None) -> Iterator[tuple[Place, str]]:
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
         if sum(value.get(name) is not None for name in ("content", "content_base64", "from")) != 1:
             yield (), "give exactly one of content, content_base64 and from"
         path, source = value.get("path"), value.get("from")
         directory = False
-        if isinstance(source, str) and base is not None:
-            directory = "\0" not in source and (base / source).is_dir()
-            if problem := _unreadable(base / source):
-                yield ("from",), problem
-        if isinstance(path, str) and path.endswith("/") and not directory:
+        if isinstance(source, str) and beside is not None:
+            try:
+                directory = beside.place(source).is_dir()
+                # Looked through here, so that all problems of a file are told at once, and read when it holds.
+                for _ in beside.tree(source) if directory else (beside.read(source),):
+                    pass
+            except CannotRead as error:
+                yield ("from",), str(error)
+        if isinstance(path, str) and not directory and (path.endswith("/") or not is_file_path(path)):
             yield ("path",), FILE_PATH
 
-    def read(self, base: Path, where: str) -> list[SeedFile]:
+    def read(self, beside: Beside, where: str) -> list[SeedFile]:
         if self.content is not None:
             return [SeedFile(self.path, self.content.encode(), self.mode)]
         if self.content_base64 is not None:
             return [SeedFile(self.path, base64.b64decode(self.content_base64, validate=True), self.mode)]
-        source = base / (self.source or "")
+        source = self.source or ""
         try:
-            if not source.is_dir():
-                return [SeedFile(self.path, source.read_bytes(), self.mode or _mode(source))]
-            return [
-                SeedFile(f"{self.path.rstrip('/')}/{file.relative_to(source)}", file.read_bytes(), _mode(file))
-                for file in sorted(source.rglob("*"))
-                if file.is_file()
-            ]
-        except OSError as error:
-            raise _refused(f"{where}.from", f"{source}: {error.strerror}") from None
-
-
-def _unreadable(source: Path) -> str:
-    """Why what a file's `from` names cannot be put into a sandbox, or nothing."""
-    try:
-        for file in filter(Path.is_file, source.rglob("*")) if source.is_dir() else [source]:
-            with file.open("rb"):
-                size = file.stat().st_size
-            if size > MAX_FILE_BYTES:
-                return f"{file} {_too_large(size)}"
-    except OSError as error:
-        return f"{source}: {error.strerror}"
-    except ValueError:
-        return "must be a path"
-    return ""
+            if not beside.place(source).is_dir():
+                content, mode = beside.read(source)
+                return [SeedFile(self.path, content, self.mode or mode)]
+            into = "" if self.path in WORKING_DIRECTORY else f"{self.path.rstrip('/')}/"
+            return [SeedFile(into + path, content, mode) for path, content, mode in beside.tree(source)]
+        except CannotRead as error:
+            raise _refused(f"{where}.from", str(error)) from None
 
 
 class _Command(Strict):
@@ -146,7 +137,7 @@ class _Command(Strict):
         return {"shell": value} if isinstance(value, str) else value
 
     @classmethod
-    def conflicts(cls, value: Mapping[str, Any], base: Path | None) -> Iterator[tuple[Place, str]]:
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
         if bool(value.get("argv")) == (value.get("shell") is not None):
             yield (), "give argv (a list) or shell (a text)"
 
@@ -170,15 +161,15 @@ class _Verifier(Strict):
     reward: Literal["file", "passed_share"] = "passed_share"
     range: Range | None = None
     command_timeout: Limit | None = None
-    fresh_fork: bool = False
+    fresh_fork: bool | None = None
     restore: list[Pattern] = Field(default_factory=list, max_length=MAX_PATHS)
     changes_below: list[Directory] = Field(default_factory=list, max_length=MAX_PATHS)
     component_ranges: dict[str, Range] = Field(default_factory=dict, max_length=MAX_COMPONENTS)
 
     @classmethod
-    def conflicts(cls, value: Mapping[str, Any], base: Path | None) -> Iterator[tuple[Place, str]]:
-        if value.get("changes_below") and value.get("fresh_fork") is not True:
-            yield ("changes_below",), "is of use with fresh_fork: true only"
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
+        if value.get("changes_below") and value.get("fresh_fork") is False:
+            yield ("changes_below",), "is of use in a fresh fork only, and fresh_fork is false"
         if value.get("component_ranges") and value.get("reward") != "file":
             yield ("component_ranges",), "is of use with reward: file only"
 
@@ -203,41 +194,51 @@ class TaskFile(Terms):
     build: str | None = Field(None, description="Directory with the Dockerfile of the image.")
 
     @classmethod
-    def conflicts(cls, value: Mapping[str, Any], base: Path | None) -> Iterator[tuple[Place, str]]:
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
         """Further, the instruction and the files that others are named by."""
-        yield from super().conflicts(value, base)
+        yield from super().conflicts(value, beside)
         if (value.get("instruction") is None) == (value.get("instruction_file") is None):
             yield (), "give instruction or instruction_file"
         sandbox, build = value.get("sandbox"), value.get("build")
         if build is not None and (value.get("image") or (isinstance(sandbox, Mapping) and sandbox.get("image"))):
             yield ("build",), "give image or build"
-        if base is None:
+        if beside is None:
             return
         if isinstance(named := value.get("instruction_file"), str):
-            text = _text(base / named)
-            if problem := f"{base / named} cannot be read" if text is None else instruction_problem(text):
+            try:
+                problem = instruction_problem(_text(beside, named))
+            except CannotRead as error:
+                problem = str(error)
+            if problem:
                 yield ("instruction_file",), problem
-        if isinstance(build, str) and ("\0" in build or not (base / build / "Dockerfile").is_file()):
-            yield ("build",), f"{base / build} has no Dockerfile"
+        if isinstance(build, str):
+            try:
+                beside.read(f"{build}/Dockerfile")
+            except CannotRead as error:
+                yield ("build",), f"has no Dockerfile that can be used: {error}"
 
 
-def _text(file: Path) -> str | None:
-    """A file's content; None where it cannot be read as text."""
+def _text(beside: Beside, name: str) -> str:
+    """A file's content.
+
+    Raises:
+        CannotRead: also where it is no text.
+    """
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return None
+        return beside.read(name, MAX_INSTRUCTION_BYTES)[0].decode("utf-8")
+    except UnicodeDecodeError:
+        raise CannotRead(f"{name} is no text in UTF-8") from None
 
 
-def load_task(path: Path) -> Task:
-    """Reads a task file, or the one of a task's directory.
+def load_task(path: Path, files_from: Iterable[Path] = ()) -> Task:
+    """Reads a task file, or the one of a task's directory; `files_from` as in `Task.load`.
 
     Raises:
         InvalidArgument: `TASK_FILE`; `violations` name the fields and lines.
     """
     if path.is_dir():
         path = task_file_of(path) or path / TASK_FILES[0]
-    return build_task(YamlFile(path))
+    return build_task(YamlFile(path, files_from))
 
 
 def task_file_of(folder: Path) -> Path | None:
@@ -252,17 +253,18 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
         InvalidArgument: `TASK_FILE`; as `load_task`.
     """
     file = source.validated(TaskFile, "task", content)
-    path, base = source.path, source.path.parent
-    instruction = file.instruction
-    if instruction is None and (instruction := _text(base / (file.instruction_file or ""))) is None:
-        raise _refused("instruction_file", f"{base / (file.instruction_file or '')} cannot be read")
-    build = None if file.build is None else base / file.build
+    path, beside = source.path, source.beside
+    try:
+        instruction = file.instruction or _text(beside, file.instruction_file or "")
+    except CannotRead as error:
+        raise _refused("instruction_file", str(error)) from None
+    build = None if file.build is None else path.parent / file.build
     verifier = solution = None
     if file.verifier is not None:
         given = file.verifier
         verifier = Verifier(
             commands=[item.made() for item in given.commands],
-            files=_files(given.files, base, "verifier.files"),
+            files=_files(given.files, beside, "verifier.files"),
             reward=RewardFrom(given.reward),
             range=None if given.range is None else (given.range[0], given.range[1]),
             command_timeout=given.command_timeout,
@@ -273,11 +275,11 @@ def build_task(source: YamlFile, content: Any = None) -> Task:
         )
     if file.solution is not None:
         commands = [item.made() for item in file.solution.commands]
-        solution = Solution(commands=commands, files=_files(file.solution.files, base, "solution.files"))
+        solution = Solution(commands=commands, files=_files(file.solution.files, beside, "solution.files"))
     return Task(
         task_id=file.task_id or identifier(_name(path)),
         instruction=instruction,
-        files=_files(file.files, base, "files"),
+        files=_files(file.files, beside, "files"),
         setup=[item.made() for item in file.setup],
         verifier=verifier,
         env=file.env,
@@ -299,8 +301,8 @@ def _sandbox(file: TaskFile) -> SandboxChoice | None:
     return SandboxChoice(image=file.image) if file.image else None
 
 
-def _files(files: list[_File], base: Path, where: str) -> list[SeedFile]:
-    return [item for index, file in enumerate(files) for item in file.read(base, f"{where}.{index}")]
+def _files(files: list[_File], beside: Beside, where: str) -> list[SeedFile]:
+    return [item for index, file in enumerate(files) for item in file.read(beside, f"{where}.{index}")]
 
 
 def _name(path: Path) -> str:
@@ -313,10 +315,6 @@ def identifier(name: str) -> str:
     """A name as a task's identifier."""
     kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "_.-") else "-" for letter in name)
     return kept.lstrip("_.-")[:128] or "task"
-
-
-def _mode(file: Path) -> int:
-    return file.stat().st_mode & 0o777
 
 
 def _refused(field: str, description: str) -> InvalidArgument:

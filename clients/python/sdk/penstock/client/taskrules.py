@@ -19,6 +19,7 @@ MAX_LIMIT_S: Final = 7 * 86_400
 _MAX_PERIOD_S: Final = 86_400
 _MAX_SECONDS: Final = 100 * 366 * 86_400
 FILE_PATH: Final = "must be the path of a file, without '..'"
+WORKING_DIRECTORY: Final = (".", "./")
 _RESERVED_LABEL: Final = "penstock_"
 _JSON_DEPTH: Final = 64
 
@@ -39,6 +40,11 @@ def _names(path: str) -> list[str]:
 def is_file_path(path: str) -> bool:
     """Whether a file may be put there; a directory's may end with a slash, which is checked elsewhere."""
     return bool(_names(path)) and "\0" not in path and ".." not in path.split("/")
+
+
+def is_seed_path(path: str) -> bool:
+    """As `is_file_path`; or the working directory itself, for what a directory has in it."""
+    return path in WORKING_DIRECTORY or is_file_path(path)
 
 
 def instruction_problem(text: str) -> str:
@@ -73,7 +79,7 @@ def _range(values: list[float]) -> list[float]:
 
 
 Instruction = Annotated[str, AfterValidator(_instruction)]
-FilePath = Annotated[str, _check(is_file_path, FILE_PATH)]
+SeedPath = Annotated[str, _check(is_seed_path, FILE_PATH)]
 Plain = Annotated[str, _check(lambda text: "\0" not in text, "must not have NUL in it")]
 ShellLine = Annotated[str, _check(lambda text: text.strip() and "\0" not in text, "must not be empty, nor have NUL")]
 Pattern = Annotated[str, AfterValidator(_pattern)]

@@ -71,9 +71,10 @@ class Verifier:
     `PENSTOCK_REWARD_FILE` names. `range` is the reward's (default [0, 1]). `command_timeout` in seconds, for commands
     that do not say. `component_ranges`: the components that the file must have, and their ranges; no others then.
 
-    `fresh_fork` grades in a fork of the prepared state with what the agent changed in the directories `changes_below`
-    (default: the working directory), where nothing else of the agent's is; `restore` puts paths and globs (`tests/**`)
-    back into the prepared state first. docs/guides/rewards.md says which to choose.
+    It works in a fork of the prepared state with what the agent changed in the directories `changes_below` (default:
+    the working directory), where nothing else of the agent's is, wherever the backend can. `fresh_fork` true refuses a
+    backend that cannot, and false grades in the agent's sandbox, with what the agent made of it. `restore` puts paths
+    and globs (`tests/**`) back into the prepared state first. docs/guides/rewards.md says what each resists.
     """
 
     commands: Sequence[Command]
@@ -81,7 +82,7 @@ class Verifier:
     reward: RewardFrom = RewardFrom.PASSED_SHARE
     range: tuple[float, float] | None = None
     command_timeout: float | None = None
-    fresh_fork: bool = False
+    fresh_fork: bool | None = None
     restore: Sequence[str] = ()
     changes_below: Sequence[str] = ()
     component_ranges: Mapping[str, tuple[float, float]] = field(default_factory=lambda: _EMPTY)
@@ -123,15 +124,17 @@ class Task:
     keep_files: bool = False
 
     @staticmethod
-    def load(path: str | Path) -> "Task":
+    def load(path: str | Path, *, files_from: Sequence[str | Path] = ()) -> "Task":
         """Reads a task from a YAML or JSON file, or from a directory with a `task.yaml`: docs/guides/tasks.md.
+
+        The files that it names must be in its directory, or in one of `files_from`: what they hold becomes the agent's.
 
         Raises:
             InvalidArgument: it cannot be read or does not hold; `violations` name the fields and lines.
         """
         from penstock.client.taskfile import load_task  # here, since it builds what this module defines
 
-        return load_task(Path(path))
+        return load_task(Path(path), map(Path, files_from))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,12 +293,27 @@ class PolicyConstraint:
     max_staleness: int | None = None
 
 
+class ControlTokens(StrEnum):
+    """How control tokens are read that user texts, tool results, system prompts or definitions of tools spell."""
+
+    PLAIN = "plain"
+    """As the text that they are: nothing that is said in a conversation opens or closes a turn."""
+    PARSE = "parse"
+    """As control tokens, as engines commonly do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """An inference service answers: one that the operator configured by name (empty = the default one)."""
+    """An inference service answers: one that the operator configured by name (empty = the default one).
+
+    `tool_call_parser` reads tool calls, for templates that do not show how they are written (empty = the service's);
+    `control_tokens` says how control tokens are read that texts of a conversation spell.
+    """
 
     name: str = ""
     adapter: str = ""
+    tool_call_parser: str = ""
+    control_tokens: ControlTokens = ControlTokens.PLAIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,9 +334,14 @@ class Upstream:
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """A tokenizer without an engine, as the operator configured it; the trainer answers every call."""
+    """A tokenizer without an engine, as the operator configured it; the trainer answers every call.
+
+    `tool_call_parser` and `control_tokens` as for Inference; an empty parser is what the template shows.
+    """
 
     name: str
+    tool_call_parser: str = ""
+    control_tokens: ControlTokens = ControlTokens.PLAIN
 
 
 ModelSource: TypeAlias = Inference | Upstream | Tokenizer

@@ -6,7 +6,7 @@ has unless it says otherwise: mappings are merged key by key, everything else is
 Invariants: all problems of all tasks are found at once, each with file, line and field; two tasks never have one id.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from penstock.client import wire_specs
+from penstock.client.beside import Beside, CannotRead
 from penstock.client.errors import InvalidArgument, Violation
 from penstock.client.strict import Strict
 from penstock.client.taskfile import TaskFile, build_task, identifier, task_file_of
@@ -54,8 +55,8 @@ class TaskSet:
         return len(self.tasks)
 
 
-def load_tasks(path: str | Path) -> TaskSet:
-    """The tasks of a directory, of a task set file, or the one of a task file.
+def load_tasks(path: str | Path, *, files_from: Sequence[str | Path] = ()) -> TaskSet:
+    """The tasks of a directory, of a task set file, or the one of a task file; `files_from` as in `Task.load`.
 
     Raises:
         InvalidArgument: `TASK_FILE`; `violations` name the file, line and field of every problem of every task.
@@ -65,9 +66,12 @@ def load_tasks(path: str | Path) -> TaskSet:
     places: dict[str, Path] = {}
     wrong: list[Violation] = []
     name, defaults, files = _entries(given)
+    directory = Beside(given if given.is_dir() else given.parent, tuple(map(Path, files_from)))
     for file in files:
         try:
-            source = YamlFile(file)
+            if file != given:
+                _check_inside(directory, file)
+            source = YamlFile(file, map(Path, files_from))
             content = _merged(defaults, source.content) if isinstance(source.content, Mapping) else None
             task = build_task(source, content)
         except InvalidArgument as error:
@@ -167,6 +171,15 @@ def _listed(source: YamlFile, patterns: list[str]) -> Iterator[Path]:
 def _refused(source: YamlFile, index: int, description: str) -> InvalidArgument:
     violation = source.violation(("tasks", index), description)
     return InvalidArgument(f"{source.path} is no task set", reason="TASK_FILE", violations=(violation,))
+
+
+def _check_inside(directory: Beside, file: Path) -> None:
+    """A set's own files: a link among them may lead anywhere."""
+    try:
+        directory.place(str(file.absolute()))
+    except CannotRead as error:
+        violation = Violation(str(file), str(error))
+        raise InvalidArgument(f"{file}: {error}", reason="TASK_FILE", violations=(violation,)) from None
 
 
 def _merged(defaults: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,11 @@ texts such as `2GiB`.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from penstock.client.beside import Beside
 from penstock.client.strict import Place, Strict
 from penstock.client.taskrules import (
     Count,
@@ -169,7 +169,7 @@ class Terms(Strict):
     )
 
     @classmethod
-    def conflicts(cls, value: Mapping[str, Any], base: Path | None) -> Iterator[tuple[Place, str]]:
+    def conflicts(cls, value: Mapping[str, Any], beside: Beside | None) -> Iterator[tuple[Place, str]]:
         """An image that is said twice, and metadata that JSON cannot say."""
         sandbox = value.get("sandbox")
         if value.get("image") and isinstance(sandbox, Mapping) and sandbox.get("image"):

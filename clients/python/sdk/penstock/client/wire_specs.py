@@ -104,14 +104,27 @@ def agent(value: tasks.AgentChoice) -> rollout_pb2.AgentChoice:
     )
 
 
+_CONTROL_TOKENS = {
+    tasks.ControlTokens.PLAIN: interception_pb2.CONTROL_TOKENS_UNSPECIFIED,
+    tasks.ControlTokens.PARSE: interception_pb2.CONTROL_TOKENS_PARSE,
+}
+
+
 def source(value: tasks.ModelSource) -> interception_pb2.ModelSource:
     """Who answers where the trainer does not."""
     match value:
-        case tasks.Inference(name, adapter):
-            inference = interception_pb2.ModelSource.Inference(name=name, adapter=adapter)
-            return interception_pb2.ModelSource(inference=inference)
-        case tasks.Tokenizer(name):
-            return interception_pb2.ModelSource(tokenizer=interception_pb2.ModelSource.Tokenizer(name=name))
+        case tasks.Inference(name, adapter, parser, control_tokens):
+            return interception_pb2.ModelSource(
+                inference=interception_pb2.ModelSource.Inference(name=name, adapter=adapter),
+                tool_call_parser=parser,
+                control_tokens=_CONTROL_TOKENS[control_tokens],
+            )
+        case tasks.Tokenizer(name, parser, control_tokens):
+            return interception_pb2.ModelSource(
+                tokenizer=interception_pb2.ModelSource.Tokenizer(name=name),
+                tool_call_parser=parser,
+                control_tokens=_CONTROL_TOKENS[control_tokens],
+            )
         case tasks.Upstream():
             upstream = interception_pb2.Upstream(model=value.model)
             if value.name:

@@ -6,7 +6,7 @@ the one that was probably meant.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -14,34 +14,59 @@ from typing import Any, Final, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from penstock.client.beside import Beside, CannotRead, regular
 from penstock.client.errors import InvalidArgument, Violation
 from penstock.client.strict import Place, in_words
 
 MAX_BYTES: Final = 32 * 1024 * 1024
 MAX_NODES: Final = 200_000
 _MAX_DEPTH: Final = 100
+_NO_YAML: Final = "is neither YAML nor JSON in UTF-8, or has a value that is not of the type that its tag names"
+_TOO_MUCH: Final = f"holds more than {MAX_NODES} values, or {_MAX_DEPTH} in one another"
 
 M = TypeVar("M", bound=BaseModel)
 
 
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml, where it was built in
+    """Numbers in base 60 (1:30:00), which people mean as text and which take quadratic time, are text."""
+
+    def resolve(self, kind: type[yaml.Node], value: str, implicit: Any) -> str:
+        """As YAML's own, but for numbers in base 60."""
+        tag: str = super().resolve(kind, value, implicit)
+        is_number = tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        return "tag:yaml.org,2002:str" if is_number and kind is yaml.ScalarNode and ":" in value else tag
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """As YAML's own, but for numbers in base 60, which a tag may ask for."""
+        if ":" in node.value:
+            raise yaml.constructor.ConstructorError(None, None, "numbers in base 60 are not taken", node.start_mark)
+        is_int = node.tag.endswith(":int")
+        found: int | float = self.construct_yaml_int(node) if is_int else self.construct_yaml_float(node)
+        return found
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _Loader.construct_number)
+
+
 class YamlFile:
-    """A file's content with the place of everything in it.
+    """A file's content with the place of everything in it. It may name files of its directory and of `files_from`.
 
     Raises:
         InvalidArgument: `TASK_FILE`; it cannot be read, is no YAML in UTF-8, or is too large.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files_from: Iterable[Path] = ()) -> None:
         self.path = path
+        self.beside = Beside(path.parent, tuple(files_from))
         self._lines: dict[Place, int] = {}
         self._nodes = 0
         self._sizes: dict[int, int] = {}
         self.content: Any = None
         try:
-            text = path.read_bytes()
-            if len(text) > MAX_BYTES:
-                raise self.refused(str(path), f"is larger than {MAX_BYTES} bytes")
-            loader = yaml.SafeLoader(text)
+            text = regular(path, MAX_BYTES)[0]
+            self._count(text)
+            loader = _Loader(text)
             try:
                 root = loader.get_single_node()
                 if root is not None:
@@ -49,14 +74,15 @@ class YamlFile:
                     self.content = loader.construct_document(root)
             finally:
                 loader.dispose()
-        except OSError as error:
-            raise self.refused(str(path), error.strerror or "cannot be read") from None
+        except CannotRead as error:
+            raise self.refused(str(path), str(error).removeprefix(f"{path}: ").removeprefix(f"{path} ")) from None
         except RecursionError:
             raise self.refused(str(path), "is nested too deeply") from None
-        except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        except (yaml.YAMLError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            # The last three are how the constructors end for a value that is not of the type that its tag names.
             mark = getattr(error, "problem_mark", None)
             place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
-            problem = getattr(error, "problem", None) or "is neither YAML nor JSON in UTF-8"
+            problem = getattr(error, "problem", None) or _NO_YAML
             raise self.refused(str(path), f"{place}{problem}") from None
 
     def line(self, place: Sequence[str | int]) -> int | None:
@@ -88,7 +114,7 @@ class YamlFile:
         """
         given = self.content if content is None else content
         try:
-            return model.model_validate(given, context={"base": self.path.parent})
+            return model.model_validate(given, context={"beside": self.beside})
         except ValidationError as error:
             found: dict[Violation, int] = {}  # each once, with its line
             for item in _without_other_forms(error.errors(include_url=False), given):
@@ -98,12 +124,27 @@ class YamlFile:
             told = tuple(sorted(found, key=found.__getitem__))
             raise InvalidArgument(f"{self.path} is no {what}", reason="TASK_FILE", violations=told) from None
 
+    def _count(self, text: bytes) -> None:
+        """Refuses what has too many values before any of them takes up memory."""
+        loader, found, depth = _Loader(text), 0, 0
+        try:
+            while loader.check_event():
+                event = loader.get_event()
+                if isinstance(event, yaml.DocumentEndEvent):
+                    return  # a second document is refused when the first is composed
+                found += isinstance(event, yaml.NodeEvent)
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if found > 2 * MAX_NODES or depth > _MAX_DEPTH + 1:  # keys are no values, and are counted here
+                    raise self.refused(str(self.path), _TOO_MUCH)
+        finally:
+            loader.dispose()
+
     def _walk(self, node: yaml.Node, path: Place) -> None:
         """Notes the lines of a node and of what is in it, and counts; an alias counts as much as what it stands for."""
         before = self._nodes
         self._nodes += self._sizes.get(id(node), 1)
         if self._nodes > MAX_NODES or len(path) > _MAX_DEPTH:
-            raise self.refused(str(self.path), f"holds more than {MAX_NODES} values, or {_MAX_DEPTH} in one another")
+            raise self.refused(str(self.path), _TOO_MUCH)
         self._lines.setdefault(path, node.start_mark.line + 1)
         if id(node) in self._sizes:
             if not self._sizes[id(node)]:

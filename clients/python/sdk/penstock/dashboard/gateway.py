@@ -29,7 +29,7 @@ from penstock.dashboard.framing import (
     timeout_of,
     trailers_frame,
 )
-from penstock.dashboard.methods import ALLOWED, Method
+from penstock.dashboard.methods import ALLOWED, SERVICE_HEADER, Method
 
 MAX_REQUEST_BYTES: Final = 8 << 20
 """Of one request: a task with its files, pasted into a form."""
@@ -104,10 +104,10 @@ class Gateway:
         body = bytearray()
         self._calls += 1  # before anything of the body is read: it costs memory and time
         try:
-            method, metadata, timeout = self._admit(request)
+            method, service, metadata, timeout = self._admit(request)
             await self._read(request, body)
             message = message_of(body)
-            channel = self._services[method.service].channel
+            channel = service.channel
             path = f"/{request.match_info['service']}/{request.match_info['method']}"
             if method.streaming:
                 open_stream: Any = channel.unary_stream(path)  # without serialisers: bytes as they are
@@ -139,7 +139,7 @@ class Gateway:
             text = f"The request did not come within {self._bounds.read_s:g} s."
             raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, "REQUEST_SLOW", text) from None
 
-    def _admit(self, request: web.Request) -> tuple[Method, list[tuple[str, str]], float | None]:
+    def _admit(self, request: web.Request) -> tuple[Method, Service, list[tuple[str, str]], float | None]:
         name = f"{request.match_info['service']}/{request.match_info['method']}"
         method = ALLOWED.get(name)
         if method is None:
@@ -151,15 +151,19 @@ class Gateway:
         if request.content_type not in CONTENT_TYPES:
             raise BadFrame(f"the content type is {CONTENT_TYPE}")
         timeout = timeout_of(request.headers.get("grpc-timeout"))
-        if method.service not in self._services:
-            text = f"There is no {method.service} service here."
+        asked: str | None = method.service or request.headers.get(SERVICE_HEADER)
+        if asked not in SERVICES:
+            raise BadFrame(f"the header {SERVICE_HEADER} is one of {', '.join(SERVICES)}")
+        service = self._services.get(asked)
+        if service is None:
+            text = f"There is no {asked} service here."
             raise Refused(grpc.StatusCode.UNAVAILABLE, "SERVICE_ABSENT", text)
         if self._calls > self._bounds.calls:
             text = "The dashboard has as many calls open as it may: close some of its pages."
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "DASHBOARD_BUSY", text)
         metadata = [("authorization", credential[0])]
         metadata += [(key, value) for key in _PASSED_ON if (value := request.headers.get(key)) is not None]
-        return method, metadata, timeout
+        return method, service, metadata, timeout
 
 
 def _answer(frames: bytes) -> web.Response:

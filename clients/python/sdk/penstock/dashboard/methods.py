@@ -15,7 +15,8 @@ from penstock.client.endpoints import ServiceName
 class Method:
     """Who serves it, and whether its answer is a stream."""
 
-    service: ServiceName
+    service: ServiceName | None
+    """None = every service does; the request's header `SERVICE_HEADER` names the one that is asked."""
     streaming: bool = False
 
 
@@ -25,6 +26,8 @@ def _methods(name: ServiceName, service: str, unary: str, streaming: str = "") -
     return found | {prefix + method: Method(name, streaming=True) for method in streaming.split()}
 
 
+SERVICE_HEADER: Final = "penstock-service"
+
 ALLOWED: Final[Mapping[str, Method]] = {
     **_methods(
         "driver",
@@ -33,6 +36,7 @@ ALLOWED: Final[Mapping[str, Method]] = {
         " CreateGroup GetGroup ListGroups WaitGroup CancelGroup",
         "WatchRollout WatchRollouts WatchGroup GetTrajectory",
     ),
+    "penstock.ops.v1.OperationsService/GetStatus": Method(None),
     **_methods("driver", "AgentService", "ListAgents GetAgent"),
     **_methods(
         "interception", "RolloutGateService", "CheckSource GetRollout ListRollouts", "GetCapture WatchCalls WatchGate"

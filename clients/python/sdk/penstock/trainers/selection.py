@@ -128,22 +128,21 @@ class Selection:
         and such a reward moves no baseline.
         """
         rewards = _rewards(self.places).get(group)
-        return float(np.mean(rewards)) if rewards else 0.0
+        return _mean_and_spread(rewards)[0] if rewards else 0.0
 
     def advantages(self, *, scale: bool = True) -> dict[str, float]:
         """By rollout id: the reward minus its group's mean, over the group's standard deviation if `scale`.
 
         A rollout counts once, however many sequences it has; dropped ones do not count. Where all rewards of a group
-        are equal, the advantages are 0.0.
+        are equal, the advantages are exactly 0.0.
         """
+        figures = {group: _mean_and_spread(rewards) for group, rewards in _rewards(self.places).items()}
         found = {}
-        groups = _rewards(self.places)
         for place in self.places:
             if place.rows:
-                rewards = np.array(groups[place.group])
-                advantage = place.rows[0].reward - rewards.mean()
-                spread = rewards.std()
-                found[place.rollout_id] = float(advantage / spread if scale and spread > 0 else advantage)
+                mean, spread = figures[place.group]
+                advantage = float(place.rows[0].reward) - mean
+                found[place.rollout_id] = advantage / spread if scale and spread > 0 else advantage
         return found
 
 
@@ -244,6 +243,18 @@ def _rewards(places: Iterable[Place]) -> dict[str, list[float]]:
         if place.rows:
             rewards[place.group].append(place.rows[0].reward)
     return rewards
+
+
+def _mean_and_spread(rewards: list[float]) -> tuple[float, float]:
+    """The mean and the standard deviation of at least one reward, as of a whole population; exact where all are equal.
+
+    The rounded mean of equal rewards is seldom that reward: three of 0.1 have 0.10000000000000002, and a deviation of
+    1.4e-17, so that each would be a whole deviation from the mean.
+    """
+    values = np.array(rewards, np.float64)
+    if values.min() == values.max():
+        return float(values[0]), 0.0
+    return float(values.mean()), float(values.std())
 
 
 def trained_runs(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Unsupported, Violation
+from penstock_chassis.validation import violations_of
 from penstock_inference.safetensors_file import parse_safetensors
 
 MAX_PARAMETERS = 50_000_000
@@ -91,7 +92,7 @@ class ModelConfig:
             raise InvalidArgument(
                 "config.json is not a decoder's configuration",
                 reason="MODEL_CONFIG_INVALID",
-                violations=[Violation(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()],
+                violations=violations_of(error, "config.json"),
             ) from error
         family = file.model_type
         if family not in ("llama", "qwen2", "qwen3"):

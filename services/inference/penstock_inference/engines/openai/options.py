@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from penstock_chassis.errors import InvalidArgument, Violation
 from penstock_chassis.settings import refuse_blank
+from penstock_chassis.validation import violations_of
 from penstock_inference.engines.base import EngineOptions, LogprobsMode
 from penstock_inference.engines.openai.wire import Endpoint
 
@@ -60,10 +61,7 @@ class OpenAiOptions(BaseModel):
         try:
             chosen = cls.model_validate(dict(options.extra))
         except ValidationError as error:
-            raise _invalid(
-                Violation(".".join(("engine_options", *map(str, e["loc"]))), e["msg"].removeprefix("Value error, "))
-                for e in error.errors()
-            ) from None
+            raise _invalid(violations_of(error, "engine_options", "engine_options.")) from None
         if chosen.api_key_file is not None and options.upstream_api_key is not None:
             raise _invalid(
                 [Violation("engine_options.api_key_file", "is set, and so is upstream_api_key: one of them")]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock_chassis.errors import InvalidArgument, Violation
+from penstock_chassis.validation import violations_of
 from penstock_inference.engines.base import EngineOptions
 from penstock_inference.engines.checks import MAX_TOP_LOGPROBS
 
@@ -56,9 +57,7 @@ class VllmOptions(BaseModel):
         try:
             return cls.model_validate(dict(extra))
         except ValidationError as error:
-            violations = [
-                Violation(".".join(("engine_options", *map(str, item["loc"]))), item["msg"]) for item in error.errors()
-            ]
+            violations = violations_of(error, "engine_options", "engine_options.")
             raise InvalidArgument(
                 f"{violations[0].field}: {violations[0].description}",
                 reason="ENGINE_OPTIONS_INVALID",

@@ -11,7 +11,7 @@ import asyncio
 import structlog
 
 from penstock_sandbox.backends.attended.stream import LinkLost, Stream, StreamReset
-from penstock_sandbox.backends.upstream import CHUNK, Streams, connect
+from penstock_sandbox.backends.upstream import CHUNK, Streams, connect, reset
 from penstock_sandbox.model import NetworkPolicy
 
 _CONNECTIONS = 256
@@ -60,14 +60,19 @@ class Endpoint:
 
 
 async def _splice(stream: Stream, outside: Streams) -> None:
+    ended = False
     try:
         async with asyncio.TaskGroup() as both:
             both.create_task(_outwards(stream, outside))
             both.create_task(_inwards(stream, outside))
+        ended = True
     except* (OSError, StreamReset, LinkLost):
         pass  # one side broke off: both are cut
     finally:
-        outside[1].transport.abort()
+        if ended:
+            outside[1].transport.abort()
+        else:  # the upstream must not take bytes for read that ended here (R105)
+            reset(outside[1])
 
 
 async def _outwards(stream: Stream, outside: Streams) -> None:

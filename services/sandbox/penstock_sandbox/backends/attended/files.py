@@ -11,19 +11,20 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from pydantic import BaseModel
 
-from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_chassis.errors import PenstockError
 from penstock_sandbox.attendant import frames
 from penstock_sandbox.backends.attended.link import Link
 from penstock_sandbox.backends.attended.messages import Described, Entries, Unpacked
 from penstock_sandbox.backends.attended.stream import LinkLost, Stream, StreamReset
 from penstock_sandbox.backends.base import FileReader, FileWriter
-from penstock_sandbox.backends.refusals import Refused, file_error
+from penstock_sandbox.backends.diffs import MAX_ENTRIES
+from penstock_sandbox.backends.refusals import Refused, file_error, sandbox_lost
 from penstock_sandbox.model import FileInfo, FileKind
 
 _MAX_TREE_BYTES = 8 * 1024 * 1024 * 1024
@@ -35,7 +36,7 @@ _KINDS = {"file": FileKind.FILE, "directory": FileKind.DIRECTORY, "symlink": Fil
 
 def lost(error: LinkLost) -> PenstockError:
     """The error of whoever used a sandbox that is gone."""
-    return FailedPrecondition("the sandbox is gone", reason="SANDBOX_LOST", metadata={"lost_reason": error.reason})
+    return sandbox_lost(error.reason)
 
 
 class Files:
@@ -84,10 +85,10 @@ class Files:
         answer = await self._ask("stat", path)
         return self._info(os.path.basename(path.rstrip("/")) or "/", self._checked(Described, answer))
 
-    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], bool]:
+    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], str]:
         """A page of a directory."""
         page = self._checked(Entries, await self._ask("list", path, after=after, limit=limit))
-        return [self._info(entry.name, entry) for entry in page.entries], page.more
+        return [self._info(entry.name, entry) for entry in page.entries], page.last
 
     async def make_directory(self, path: str, mode: int) -> None:
         """Make a directory and its parents."""
@@ -99,12 +100,14 @@ class Files:
 
     # Trees -------------------------------------------------------------------------------------------------------
 
-    async def read_tree(self, path: str, max_bytes: int) -> AsyncIterator[bytes]:
+    async def read_tree(self, path: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
         """A tree as tar."""
         stream = self._link.stream(window=frames.BULK_WINDOW, credit=0)
         try:
             try:
-                reply = self._link.ask("read_tree", path=path, max_bytes=max_bytes, stream=stream.number)
+                reply = self._link.ask(
+                    "read_tree", path=path, max_bytes=max_bytes, max_entries=MAX_ENTRIES, stream=stream.number
+                )
                 while not reply.done() or "errno" not in reply.result():
                     data = await stream.read()
                     if not data:

@@ -6,7 +6,8 @@ is said again until it was heard, in order, once. Requests have replies; streams
 Invariants
 - A broken pipe is nobody's business but the link's. The link is lost when no pipe could be used for ``lost_after_s``,
   when the backend says that the sandbox is gone, or when the attendant is another one than before: then every waiter
-  fails with ``LinkLost`` at once, and ``on_lost`` is called once.
+  fails with ``LinkLost``, and ``on_lost`` is called once; before that, ``judge`` finds out what brought it about, for
+  which it has a few seconds.
 - Memory is bounded whatever the other end sends: a stream that exceeds its window breaks the rules.
 - While suspended it opens no pipe and counts no silence: what is said waits, and is said over the next pipe.
 - No task outlives ``aclose``.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import structlog
@@ -28,6 +29,7 @@ from penstock_sandbox.backends.attended.messages import Greeting, Hello, Refusal
 from penstock_sandbox.backends.attended.pipe import Opener, Pipe, SandboxGone
 from penstock_sandbox.backends.attended.stream import LinkLost, Stream
 from penstock_sandbox.backends.refusals import Refused
+from penstock_sandbox.model import ENDED_INSIDE
 
 LOST_AFTER_S = 30.0
 HEARTBEAT_S = 10.0
@@ -35,12 +37,19 @@ HEARTBEAT_S = 10.0
 _FIRST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 2.0
 _SILENT_BEATS = 3
+_JUDGE_S = 10.0
 _BATCH = 1024 * 1024
 _MALFORMED_LIMIT = 8
 
 _M = TypeVar("_M", bound=BaseModel)
 
 _log = structlog.get_logger(__name__)
+
+
+Judge = Callable[[str], Awaitable[str]]
+"""The reason of a sandbox's loss, given how that showed: one of ``ENDED_INSIDE`` where what ran in it brought it about.
+
+It may raise where that cannot be found out."""
 
 
 class NotExecuted(Refused):
@@ -61,6 +70,7 @@ class Link:
         on_open: Callable[[Stream], None],
         on_lost: Callable[[str], None],
         *,
+        judge: Judge,
         lost_after_s: float = LOST_AFTER_S,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
@@ -68,6 +78,8 @@ class Link:
         self._on_event = on_event
         self._on_open = on_open
         self._on_lost = on_lost
+        self._judge = judge
+        self._judging: asyncio.Task[None] | None = None
         self._lost_after_s = lost_after_s
         self._heartbeat_s = heartbeat_s
         self._session = secrets.token_hex(8)
@@ -85,7 +97,7 @@ class Link:
         self._runner: asyncio.Task[None] | None = None
         self._suspended = False
         self.greeting: Greeting | None = None
-        self.lost: str | None = None
+        self.lost: LinkLost | None = None
         self._ready: asyncio.Future[Greeting] = asyncio.get_running_loop().create_future()
 
     async def open(self) -> Greeting:
@@ -96,9 +108,11 @@ class Link:
     async def aclose(self) -> None:
         """End the conversation: every waiter fails, nothing is announced."""
         self._end("CLOSED")
-        if self._runner is not None:
-            self._runner.cancel()
-            await asyncio.wait([self._runner])
+        ending = [task for task in (self._runner, self._judging) if task is not None]
+        for task in ending:
+            task.cancel()
+        if ending:
+            await asyncio.wait(ending)
 
     async def suspend(self) -> None:
         """Close the pipe and open none until ``resume``: what it leads to will not answer meanwhile."""
@@ -111,31 +125,49 @@ class Link:
         """Go on after ``suspend`` where it stopped; harmless when it was not suspended, or is lost."""
         if self._suspended:
             self._suspended = False
-            if self.lost is None:
+            if self.lost is None and self._judging is None:
                 self._runner = asyncio.create_task(self._run(), name="attendant-link")
 
     def lose(self, reason: str) -> None:
         """The sandbox is gone."""
+        if self.lost is not None or (self._judging is not None and reason not in ENDED_INSIDE):
+            return
+        if self._runner is not None:
+            self._runner.cancel()
+        if reason in ENDED_INSIDE:
+            # At once: nothing may be asked of it any more.
+            self._announce(reason)
+        else:
+            self._judging = asyncio.create_task(self._judged(reason), name="attendant-judge")
+
+    async def _judged(self, reason: str) -> None:
+        try:
+            async with asyncio.timeout(_JUDGE_S):
+                reason = await self._judge(reason)
+        except Exception as error:  # noqa: BLE001
+            # A daemon or a provider that is away itself: then the loss is no agent's doing.
+            _log.warning("what ended a sandbox is not known", reason=reason, error=repr(error))
+        self._announce(reason)
+
+    def _announce(self, reason: str) -> None:
         if self.lost is None:
             self._end(reason)
-            if self._runner is not None:
-                self._runner.cancel()
             self._on_lost(reason)
 
     def _end(self, reason: str) -> None:
         if self.lost is not None:
             return
-        self.lost = reason
+        self.lost = lost = LinkLost(reason)
         if not self._ready.done():
-            self._ready.set_exception(LinkLost(reason))
+            self._ready.set_exception(lost)
             self._ready.exception()  # whoever opened it may have given up
         for reply in self._replies.values():
             if not reply.done():
-                reply.set_exception(LinkLost(reason))
+                reply.set_exception(lost)
                 reply.exception()  # it may be one that nobody waits for
         self._replies.clear()
         for stream in list(self._streams.values()):
-            stream.fail(LinkLost(reason))
+            stream.fail(lost)
         self._streams.clear()
         self._room.set()
         self._queued.set()
@@ -150,7 +182,7 @@ class Link:
     def ask(self, op: str, **fields: object) -> asyncio.Future[frames.Message]:
         """Say a request; what is asked first is done first. Answers its reply to come (see ``outcome``)."""
         if self.lost is not None:
-            raise LinkLost(self.lost)
+            raise self.lost
         number = self.next_number()
         payload = frames.pack_message({"op": op, **fields})
         if len(payload) > frames.MAX_PAYLOAD:
@@ -194,7 +226,7 @@ class Link:
         """Wait while too much is said and not heard. Raises LinkLost."""
         await self._room.wait()
         if self.lost is not None:
-            raise LinkLost(self.lost)
+            raise self.lost
 
     def stream(self, *, window: int, credit: int) -> Stream:
         """A new stream: ``window`` is what may come unread, ``credit`` what may be sent before it is taken."""
@@ -203,7 +235,7 @@ class Link:
     def _add_stream(self, number: int, window: int, credit: int) -> Stream:
         stream = Stream(self, number, window, credit)
         if self.lost is not None:
-            stream.fail(LinkLost(self.lost))
+            stream.fail(self.lost)
         else:
             self._streams[number] = stream
         return stream
@@ -255,7 +287,7 @@ class Link:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _is_over(self) -> bool:
-        return self.lost is not None or self._suspended
+        return self.lost is not None or self._judging is not None or self._suspended
 
     async def _converse(self, pipe: Pipe, limit: asyncio.Timeout) -> None:
         """Use a pipe until it breaks. Raises what broke it."""

@@ -51,10 +51,10 @@ class Entry(Described):
 
 
 class Entries(_Message):
-    """A page of a directory."""
+    """A page of a directory, and the name after which there are more."""
 
     entries: list[Entry]
-    more: bool
+    last: str
 
 
 class Unpacked(_Message):

@@ -1,7 +1,8 @@
 """A process in an attended sandbox: its streams on the link, its end from the attendant.
 
 Invariants: nothing is delivered after ``lost``; the exit is delivered at most once, after what was written before it;
-in a sandbox that is paused, a signal or a kill wakes it for as long as that takes.
+in a sandbox that is paused, a signal or a kill wakes it for as long as that takes. A tree that cannot be killed ends
+its sandbox, as that sandbox's own doing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import asyncio
 import signal
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+
+import structlog
 
 from penstock_chassis.errors import Internal
 from penstock_sandbox.attendant import frames
@@ -20,6 +23,8 @@ from penstock_sandbox.backends.base import ProcessHandle, ProcessSink, RawExit
 from penstock_sandbox.backends.refusals import Refused
 from penstock_sandbox.model import PtySize
 from penstock_sandbox.model import Stream as Output
+
+_log = structlog.get_logger(__name__)
 
 _END_OF_TYPING = b"\x04"
 _EXIT_TOLD_S = 5.0
@@ -93,12 +98,12 @@ class AttendedProcess(ProcessHandle):
             self._stdin.close()
         self._sink.exited(RawExit(ended.code, ended.signal, oom, ended.cpu_s, ended.peak_bytes))
 
-    def lose(self) -> None:
-        """The sandbox is gone."""
+    def lose(self, reason: str) -> None:
+        """The sandbox is gone; ``reason`` is empty where somebody ended it."""
         self._ended.set()
         if not self._over:
             self._over = True
-            self._sink.lost()
+            self._sink.lost(reason)
 
     def drop(self) -> None:
         """It never ran, or is forgotten: its streams are for nobody."""
@@ -141,7 +146,9 @@ class AttendedProcess(ProcessHandle):
                     # Nothing is heard once it is paused again.
                     await self._heard_exit()
         except Refused as refusal:
-            raise Internal(f"the process tree was not killed: {refusal.what}", reason="KILL_FAILED") from refusal
+            # Something of it may live, and be there when the work is graded: nothing may go on in this sandbox.
+            _log.warning("a process tree was not killed, so its sandbox ends", reason=refusal.what)
+            self._link.lose("TREE_SURVIVED")
 
     async def _heard_exit(self) -> None:
         try:

@@ -10,14 +10,14 @@ by being lost, and then every process in it is told.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 
 from penstock_chassis.errors import FailedPrecondition
 from penstock_sandbox.attendant import frames
 from penstock_sandbox.backends.attended.endpoint import Endpoint
 from penstock_sandbox.backends.attended.files import Files, lost
-from penstock_sandbox.backends.attended.link import HEARTBEAT_S, LOST_AFTER_S, Link, NotExecuted
+from penstock_sandbox.backends.attended.link import HEARTBEAT_S, LOST_AFTER_S, Judge, Link, NotExecuted
 from penstock_sandbox.backends.attended.messages import Exited, Greeting
 from penstock_sandbox.backends.attended.pipe import Opener
 from penstock_sandbox.backends.attended.process import AttendedProcess
@@ -30,17 +30,21 @@ from penstock_sandbox.backends.base import (
     SandboxHandle,
     StartFailed,
 )
+from penstock_sandbox.backends.diffs import DEFAULT_BYTES
 from penstock_sandbox.backends.refusals import Refused, file_error
 from penstock_sandbox.model import FileInfo, NetworkKind, NetworkPolicy, PtySize, Stats
 
-Diff = Callable[[Sequence[str]], AsyncIterator[bytes | list[str]]]
+_BY_AN_ATTENDANT = frozenset({"ATTENDANT_ENDED", "ATTENDANT_RESTARTED"})
+
+Diff = Callable[[Sequence[str], int], AsyncGenerator[bytes | list[str], None]]
 
 
 class AttendedSandbox(SandboxHandle):
     """One sandbox. ``destroy`` is the backend's own way to end it; it is called once, whatever became of the link.
 
     ``diff``, ``stats`` and ``oom_kills`` (a counter) are what the backend knows from outside, where it does. Without
-    ``oom_kills`` the attendant counts, where the sandbox shows its own control group.
+    ``oom_kills`` the attendant counts, where the sandbox shows its own control group. ``judge`` finds out
+    what brought a loss about; without, it is what ran in the sandbox where the attendant there has gone.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class AttendedSandbox(SandboxHandle):
         diff: Diff | None = None,
         stats: Callable[[], Awaitable[Stats]] | None = None,
         oom_kills: Callable[[], int] | None = None,
+        judge: Judge | None = None,
         lost_after_s: float = LOST_AFTER_S,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
@@ -71,7 +76,13 @@ class AttendedSandbox(SandboxHandle):
         self._stats = stats
         self._oom_kills = oom_kills
         self._link = Link(
-            opener, self._event, self._opened, self._lost, lost_after_s=lost_after_s, heartbeat_s=heartbeat_s
+            opener,
+            self._event,
+            self._opened,
+            self._lost,
+            judge=judge or by_what_serves_it,
+            lost_after_s=lost_after_s,
+            heartbeat_s=heartbeat_s,
         )
         self._files = Files(self._link)
         self._processes: dict[int, AttendedProcess] = {}
@@ -118,14 +129,14 @@ class AttendedSandbox(SandboxHandle):
     def _lost(self, reason: str) -> None:
         if self._ended:
             return
-        self._end()
+        self._end(reason)
         if self._ready:
             self._on_lost(reason)
 
-    def _end(self) -> None:
+    def _end(self, reason: str = "") -> None:
         self._ended = True
         for process in list(self._processes.values()):
-            process.lose()
+            process.lose(reason)
         if self._endpoint is not None:
             # Its connections belong to the link, which is gone.
             endpoint, self._endpoint = self._endpoint, None
@@ -186,7 +197,7 @@ class AttendedSandbox(SandboxHandle):
     def open_write(self, path: str, mode: int) -> AbstractAsyncContextManager[FileWriter]:
         return self._files.open_write(path, mode)
 
-    def read_tree(self, path: str, max_bytes: int) -> AsyncIterator[bytes]:
+    def read_tree(self, path: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
         return self._files.read_tree(path, max_bytes)
 
     async def write_tree(self, path: str, archive: int, *, layer: bool = False) -> tuple[int, int]:
@@ -195,7 +206,7 @@ class AttendedSandbox(SandboxHandle):
     async def stat(self, path: str) -> FileInfo:
         return await self._files.stat(path)
 
-    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], bool]:
+    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], str]:
         return await self._files.entries(path, after, limit)
 
     async def make_directory(self, path: str, mode: int) -> None:
@@ -224,11 +235,17 @@ class AttendedSandbox(SandboxHandle):
     async def stats(self) -> Stats:
         return await self._stats() if self._stats is not None else Stats()
 
-    async def diff(self, below: Sequence[str] = ()) -> AsyncIterator[bytes | list[str]]:
+    async def diff(
+        self, below: Sequence[str] = (), max_bytes: int = DEFAULT_BYTES
+    ) -> AsyncGenerator[bytes | list[str], None]:
         if self._diff is None:
             raise FailedPrecondition("this backend tells no differences", reason="CAPABILITY_MISSING")
-        async for piece in self._diff(below):
-            yield piece
+        async with aclosing(self._diff(below, max_bytes)) as pieces:
+            async for piece in pieces:
+                if self._destroyed is not None or self._link.lost is not None:
+                    # Its files may be going: what is told of them is not all of them.
+                    raise FailedPrecondition("the sandbox is gone", reason="SANDBOX_LOST")
+                yield piece
 
     async def destroy(self) -> None:
         ending = self._destroyed
@@ -246,3 +263,8 @@ class AttendedSandbox(SandboxHandle):
             await asyncio.gather(*self._cutting, return_exceptions=True)
         finally:
             await self._destroy_backing()
+
+
+async def by_what_serves_it(reason: str) -> str:
+    """Where a provider still has a sandbox whose attendant has gone, only what runs beside that can have ended it."""
+    return "ATTENDANT_KILLED" if reason in _BY_AN_ATTENDANT else reason

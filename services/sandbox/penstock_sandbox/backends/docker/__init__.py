@@ -19,7 +19,7 @@ def docker_backend(settings: SandboxSettings) -> Backend:
             reach=settings.docker_reach,
             sidecar_image=settings.docker_sidecar_image,
             runtime=settings.docker_runtime,
-            memory_bytes=settings.default_memory_bytes,
+            memory_bytes=settings.default_resources.memory_bytes,
             read_only=settings.docker_read_only,
             allow_root=settings.docker_allow_root,
             prepared_bytes=settings.docker_prepared_bytes,

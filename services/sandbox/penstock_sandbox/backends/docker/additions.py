@@ -2,6 +2,7 @@
 
 Invariants: the ordinary user is never root, has an id that nobody else in the image has, and keeps the home that the
 image gave it where the image has it already. Another user is one that the image has, by name or by id, or an id alone.
+Whoever makes a sandbox refuses an account that is ``reserved``.
 """
 
 from __future__ import annotations
@@ -10,8 +11,15 @@ import io
 import tarfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
+
+from penstock_sandbox.attendant.system import ASIDE
+from penstock_sandbox.backends.docker.hold import USER_ID
 
 USER = "agent"
+
+RESERVED: Final = frozenset({USER_ID, ASIDE})
+"""Ids of what holds and serves a sandbox: whoever had one of them could end it, or become it."""
 
 _FIRST_UID, _LAST_UID = 1000, 60_000
 # Beyond it are ids that mean "none" to the kernel.
@@ -27,6 +35,11 @@ class Account:
     gid: int
     home: str
     shell: str
+
+    @property
+    def reserved(self) -> bool:
+        """Whether it is, or shares a group with, what holds or serves a sandbox."""
+        return not RESERVED.isdisjoint((self.uid, self.gid))
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class DockerBackend(Backend):
                 reason="BACKEND_UNAVAILABLE",
             )
         boxes = Boxes(options, daemon, owner, reaper, layers)
-        deaths = Deaths(daemon, wire, owner, _epoch(str(info["SystemTime"])), boxes.died, boxes.names)
+        deaths = Deaths(daemon, wire, owner, _epoch(str(info["SystemTime"])), boxes.died, boxes.signalled, boxes.names)
         self._stack.push_async_callback(deaths.aclose)
         self._prepared, self._images, self._layers = prepared, images, layers
         self._mounts, self._boxes = mounts, boxes

@@ -9,17 +9,18 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 
 import structlog
 
-from penstock_chassis.errors import Internal, PenstockError, Unavailable
+from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
 from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
 from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.base import SandboxHandle
 from penstock_sandbox.backends.docker import changes, container
-from penstock_sandbox.backends.docker.daemon import Daemon, Json, Refused
+from penstock_sandbox.backends.docker.daemon import Daemon, Json, Missing, Refused
 from penstock_sandbox.backends.docker.layers import REPOSITORY, Layers, name_of
 from penstock_sandbox.backends.docker.options import DockerOptions
 from penstock_sandbox.backends.docker.places import SYSTEM_PATH
@@ -31,6 +32,8 @@ from penstock_sandbox.model import SandboxSpec
 
 TRIAL = "trial"
 """The sandbox id of the one that is made to look at."""
+
+_DEATH_TOLD_S = 3.0
 
 _log = structlog.get_logger(__name__)
 
@@ -48,6 +51,13 @@ class Box:
     seal_as: str = ""
     sealed: ReadyImage | None = None
     seal_failure: Refused | PenstockError | None = None
+    died: asyncio.Event = field(default_factory=asyncio.Event)
+    seen: bool = False
+    """Whether the daemon told of its container's death as it happened."""
+    signalled: bool = False
+    """Whether somebody had the daemon signal its container or its sidecar."""
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by who has its changes read."""
 
     async def destroy(self) -> None:
         """End it; harmless when it has ended."""
@@ -87,14 +97,25 @@ class Boxes:
         """The sandbox behind a handle, while it lives."""
         return next((one for one in self._live.values() if one.handle is handle), None)
 
-    def died(self, name: str) -> None:
-        """The daemon says that a container ended."""
-        # A sidecar's name is its sandbox's and a word.
-        box, reason = self._live.get(name), "PROCESS_ENDED"
-        if box is None:
-            box, reason = self._live.get(name.removesuffix(SIDECAR_SUFFIX)), "SIDECAR_ENDED"
+    def died(self, name: str, seen: bool) -> None:
+        """The daemon says that a container ended; ``seen`` where it said so as that happened."""
+        box = self._live.get(name)
         if box is not None:
-            box.lose(reason)
+            box.seen = seen
+            box.died.set()
+            box.lose("SANDBOX_VANISHED")
+        elif (box := self._served(name)) is not None:
+            box.lose("SIDECAR_ENDED")
+
+    def signalled(self, name: str) -> None:
+        """Somebody had the daemon signal a container."""
+        box = self._live.get(name) or self._served(name)
+        if box is not None:
+            box.signalled = True
+
+    def _served(self, name: str) -> Box | None:
+        """Whose sidecar has a name."""
+        return self._live.get(name.removesuffix(SIDECAR_SUFFIX))
 
     async def make(
         self,
@@ -114,9 +135,8 @@ class Boxes:
             "penstock.lease_s": f"{spec.lease_s or 0:g}",
         }
         settings, host = container.sandbox(
-            image.name,
+            image,
             labels,
-            image.account,
             spec.resources,
             spec.network.kind,
             mounts=mounts,
@@ -160,9 +180,10 @@ class Boxes:
             default_env=_environment(image, path),
             on_lost=on_lost,
             destroy=lambda: self._end(box),
-            diff=lambda below: self._diff(box, below),
+            diff=lambda below, max_bytes: self._diff(box, below, max_bytes),
             stats=reached.stats,
             oom_kills=reached.oom_kills,
+            judge=lambda reason: _what_ended(box, reason),
         )
         try:
             await box.handle.open(spec.network)
@@ -177,10 +198,18 @@ class Boxes:
             raise
         return box.handle
 
-    async def _diff(self, box: Box, below: Sequence[str]) -> AsyncIterator[bytes | list[str]]:
+    async def _diff(self, box: Box, below: Sequence[str], max_bytes: int) -> AsyncGenerator[bytes | list[str], None]:
         await box.reached.written(ended=False)
-        async for piece in changes.diff(self._daemon, box.container, below):
-            yield piece
+        try:
+            # The daemon reads a container for one at a time, and whoever waits there holds one of our few threads.
+            async with box.reading, aclosing(changes.diff(self._daemon, box.container, below, max_bytes)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except Missing as error:
+            raise FailedPrecondition("the sandbox is gone", reason="SANDBOX_LOST") from error
+        except Refused as error:
+            what = f"the Docker daemon does not tell what changed: {error.what}"
+            raise Internal(what, reason="FILE_OPERATION_FAILED") from error
 
     async def _end(self, box: Box) -> None:
         """A sandbox's end, whatever brought it."""
@@ -208,6 +237,23 @@ class Boxes:
             await self._reaper.image(name_of(layer_id))
 
 
+async def _what_ended(box: Box, reason: str) -> str:
+    """The reason of a sandbox's loss.
+
+    A container that nobody signalled ends by what runs in it alone: its first process does nothing, so somebody took
+    its memory or broke its kernel. The same goes for an attendant within the sandbox's limits while the container
+    lives.
+    """
+    try:
+        # Its link may tell before the daemon does, and so may its sidecar, which ends with it.
+        async with asyncio.timeout(_DEATH_TOLD_S):
+            await box.died.wait()
+    except TimeoutError:
+        served = reason in ("ATTENDANT_ENDED", "SIDECAR_ENDED") and box.reached.within_limits
+        return "ATTENDANT_KILLED" if served and not box.signalled else reason
+    return "PROCESS_ENDED" if box.seen and not box.signalled else "SANDBOX_VANISHED"
+
+
 def _not_made(error: Refused) -> Internal:
     return Internal(f"the sandbox could not be made: {error.what}", reason="CREATE_FAILED")
 
@@ -215,9 +261,10 @@ def _not_made(error: Refused) -> Internal:
 def _environment(image: ReadyImage, path: Sequence[str]) -> dict[str, str]:
     """What every process of a sandbox has in its environment: the image's own, and the user's."""
     account = image.account
+    kept = {name: value for name, value in image.env.items() if not container.unwanted(name)}
     return {
         "LANG": "C.UTF-8",
-        **image.env,
+        **kept,
         "PATH": ":".join([*path, image.env.get("PATH") or SYSTEM_PATH]),
         "HOME": account.home,
         "USER": account.name,

@@ -14,43 +14,67 @@ import io
 import posixpath
 import stat
 import tarfile
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
-from penstock_sandbox.backends.docker.daemon import GO_DIRECTORY, Daemon, Json
+from penstock_sandbox.backends.diffs import CHUNK, DEFAULT_BYTES, MAX_KEPT, DiffWriter, stepwise, too_large
+from penstock_sandbox.backends.docker.daemon import GO_DIRECTORY, Daemon
 from penstock_sandbox.backends.docker.places import OURS
-from penstock_sandbox.backends.local.layers import Collector, is_below
+from penstock_sandbox.backends.local.layers import is_below
 
-_CHUNK = 256 * 1024
+# What a changed path takes in memory beside its characters, with all that is made of it.
+_CHANGE_COST = 256
+_CHANGES_A_STEP = 1_000
 _CHANGED, _ADDED, _DELETED = 0, 1, 2
 
 
-async def diff(daemon: Daemon, container: str, below: Sequence[str] = ()) -> AsyncIterator[bytes | list[str]]:
+async def diff(
+    daemon: Daemon, container: str, below: Sequence[str] = (), max_bytes: int = DEFAULT_BYTES
+) -> AsyncGenerator[bytes | list[str], None]:
     """Tar chunks (names relative to the root), then the deleted absolute paths; see ``SandboxHandle.diff``."""
-    listed = narrowed(await daemon.changes(container), below)
-    pieces = _pieces(daemon, container, listed)
-    try:
-        while (piece := await daemon.in_thread(lambda: next(pieces, None))) is not None:
+    async with aclosing(stepwise(_pieces(daemon, container, below, max_bytes), daemon.in_thread)) as pieces:
+        async for piece in pieces:
             yield piece
-    finally:
-        pieces.close()
 
 
-def narrowed(listed: Sequence[Json], below: Sequence[str]) -> list[Json]:
-    """What of the daemon's list is at or below some paths; a deleted directory above one is that path's deletion."""
-    if not below:
-        return list(listed)
-    roots = {posixpath.normpath(path) for path in below}
-    wanted = [one for one in listed if any(is_below(one["Path"], root) for root in roots)]
-    gone = [one["Path"] for one in listed if one["Kind"] == _DELETED]
-    hit = {root for root in roots if any(root != path and is_below(root, path) for path in gone)}
-    known = {one["Path"] for one in wanted if one["Kind"] == _DELETED}
-    return wanted + [{"Path": root, "Kind": _DELETED} for root in sorted(hit - known)]
+class Listed:
+    """What of the daemon's list is at or below some paths (all of it where there are none), by path, without what comes
+    whole with a directory that was added. Raises ResourceExhausted (TREE_TOO_LARGE) beyond what may be kept."""
+
+    def __init__(self, below: Sequence[str]) -> None:
+        self.kinds: dict[str, int] = {}
+        self._roots = {posixpath.normpath(path) for path in below}
+        self._added = ""
+        self._kept = 0
+
+    def take(self, path: str, kind: int) -> None:
+        """Count a change in."""
+        if _ours(path):
+            return
+        # What is in an added directory follows it, and may be a million entries.
+        if self._added and path.startswith(self._added):
+            return
+        if self._roots and not any(is_below(path, root) for root in self._roots):
+            if kind == _DELETED:
+                # A deleted directory above one of them is the deletion of that one.
+                for root in self._roots:
+                    if is_below(root, path) and root not in self.kinds:
+                        self._keep(root, _DELETED)
+            return
+        if kind == _ADDED:
+            self._added = f"{path}/"
+        self._keep(path, kind)
+
+    def _keep(self, path: str, kind: int) -> None:
+        self._kept += _CHANGE_COST + len(path)
+        if self._kept > MAX_KEPT:
+            raise too_large("more paths changed than are kept in mind at once")
+        self.kinds[path] = kind
 
 
-def plan(listed: Iterable[Json]) -> tuple[list[str], list[str], list[str]]:
+def plan(kinds: Mapping[str, int]) -> tuple[list[str], list[str], list[str]]:
     """From the daemon's list: paths to take whole, paths to take if they are no directory, and deleted paths."""
-    kinds = {one["Path"]: one["Kind"] for one in listed if not _ours(one["Path"])}
     parents = {path.rpartition("/")[0] for path in kinds}
     whole = [path for path, kind in kinds.items() if kind == _ADDED and kinds.get(_parent(path)) != _ADDED]
     maybe = [path for path, kind in kinds.items() if kind == _CHANGED and path not in parents]
@@ -67,26 +91,33 @@ def _parent(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _pieces(daemon: Daemon, container: str, listed: list[Json]) -> Generator[bytes | list[str], None, None]:
-    whole, maybe, deleted = plan(listed)
-    sink = Collector()
-    archive = tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - closed between yields
+def _pieces(
+    daemon: Daemon, container: str, below: Sequence[str], max_bytes: int
+) -> Generator[bytes | list[str], None, None]:
+    listed = Listed(below)
+    changes = daemon.changes(container)
+    try:
+        for number, (path, kind) in enumerate(changes):
+            if number % _CHANGES_A_STEP == 0:
+                yield b""
+            listed.take(path, kind)
+    finally:
+        changes.close()
+    whole, maybe, deleted = plan(listed.kinds)
+    writer = DiffWriter(max_bytes)
     for path in whole:
-        yield from _copy(daemon, container, path, archive, sink, only=None)
+        yield from _copy(daemon, container, path, writer, only=None)
     for path in maybe:
-        yield from _copy(daemon, container, path, archive, sink, only="no directory")
+        yield from _copy(daemon, container, path, writer, only="no directory")
     for path in deleted:
+        writer.delete(path)
         # What is there again: an empty directory in the place of the one that was removed.
-        yield from _copy(daemon, container, path, archive, sink, only="directory")
-    archive.close()
-    if sink.size:
-        yield sink.take()
-    yield deleted
+        yield from _copy(daemon, container, path, writer, only="directory")
+    yield from writer.end()
 
 
-def _copy(
-    daemon: Daemon, container: str, path: str, archive: tarfile.TarFile, sink: Collector, *, only: str | None
-) -> Iterator[bytes]:
+def _copy(daemon: Daemon, container: str, path: str, writer: DiffWriter, *, only: str | None) -> Iterator[bytes]:
+    yield b""
     found = daemon.fetch_stream(container, path)
     if found is None:
         return
@@ -96,17 +127,16 @@ def _copy(
         if only == "no directory" and directory:
             return
         prefix = _parent(path).lstrip("/")
-        with tarfile.open(fileobj=Source(chunks), mode="r|") as source:
+        with tarfile.open(fileobj=Source(chunks), mode="r|", bufsize=CHUNK) as source:
             for member in source:
+                yield b""
+                source.members.clear()  # type: ignore[attr-defined] # otherwise every entry is kept until the end
                 known = _known(member, prefix)
                 if known is not None:
-                    archive.addfile(known, source.extractfile(member) if member.isreg() else None)
+                    content = source.extractfile(member) if member.isreg() else None
+                    yield from writer.add(known, content.read if content is not None else None)
                 if only == "directory":
                     return
-                while sink.size >= _CHUNK:
-                    data = sink.take()
-                    for start in range(0, len(data), _CHUNK):
-                        yield data[start : start + _CHUNK]
     finally:
         chunks.close()
 

@@ -2,7 +2,7 @@
 
 Invariants
 - No capability, no new privileges, no log, no network but what the policy says, no swap beyond the memory limit, no
-  core dumps. The first process runs as nobody, the agent as another user, and neither is root.
+  core dumps. The first process has a user of its own, which no spec may name, and neither it nor the agent is root.
 - Nothing of the caller's is passed through: no mount of the host's but toolboxes, no option, no environment. What
   processes get in their environment never passes the daemon, so ``docker inspect`` shows no secret (R1, R47).
 """
@@ -10,15 +10,14 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from penstock_sandbox.backends.docker import hold
-from penstock_sandbox.backends.docker.additions import USER, Account
+from penstock_sandbox.backends.docker.additions import USER
 from penstock_sandbox.backends.docker.daemon import Json
 from penstock_sandbox.backends.docker.places import WORKDIR
+from penstock_sandbox.backends.docker.prepared import ReadyImage
 from penstock_sandbox.model import NetworkKind, Resources
-
-NOBODY: Final = "65534:65534"
 
 # What a sidecar needs beyond nothing: to enter the sandbox's namespaces, and to become its user there.
 _SIDECAR_CAPABILITIES = (
@@ -40,9 +39,8 @@ _INHABITANT_CAPABILITIES = ("KILL", "SETGID", "SETPCAP", "SETUID")
 
 
 def sandbox(
-    image: str,
+    image: ReadyImage,
     labels: Mapping[str, str],
-    account: Account,
     resources: Resources,
     network: NetworkKind,
     *,
@@ -53,10 +51,12 @@ def sandbox(
 ) -> tuple[Json, Json]:
     """The container of a sandbox: its own settings, and those of its host part."""
     settings: Json = {
-        "image": image,
+        "image": image.name,
+        # A name alone takes it out of what the image declares.
+        "environment": [name for name in image.env if unwanted(name)],
         "entrypoint": [hold.PATH],
         "command": [],
-        "user": NOBODY,
+        "user": f"{hold.USER_ID}:{hold.USER_ID}",
         "hostname": "sandbox",
         "working_dir": "/",
         "labels": dict(labels),
@@ -71,6 +71,7 @@ def sandbox(
     }
     if read_only:
         # Another user's home is where the image has it, which may be anywhere.
+        account = image.account
         for folder in (WORKDIR, *([account.home] if account.name == USER else [])):
             tmpfs[folder] = (
                 f"rw,exec,nosuid,nodev,mode=755,uid={account.uid},gid={account.gid},size="
@@ -95,6 +96,11 @@ def sandbox(
     if runtime:
         host["runtime"] = runtime
     return settings, host
+
+
+def unwanted(name: str) -> bool:
+    """Whether nothing gets a variable of an image's: names that are Penstock's, libraries put into every program."""
+    return name.startswith("PENSTOCK_") or name in ("LD_PRELOAD", "LD_AUDIT")
 
 
 def inhabit(settings: Json, host: Json, argv: Sequence[str], mount: Mapping[str, Any]) -> None:

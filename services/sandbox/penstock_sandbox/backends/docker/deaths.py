@@ -1,7 +1,9 @@
 """The deaths of containers, told as they happen: one stream of the daemon's events for all sandboxes.
 
-Invariants: a death is told at least once, whatever breaks in between: the stream is resumed at the time of the last
-event, and after each break those who should live are compared with those who do. Who is told must bear repetition.
+Invariants
+- A death is told at least once, whatever breaks in between: the stream is resumed at the time of the last event, and
+  after each break those who should live are compared with those who do. Who is told must bear repetition.
+- A signal that somebody had the daemon send is told before the death that it brought, where nothing broke.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ _log = structlog.get_logger(__name__)
 
 
 class Deaths:
-    """Watches until closed. ``died`` gets a container's name; ``expected`` are the names of those that should live."""
+    """Watches until closed. ``died`` gets a container's name, and whether the daemon said so as it happened.
+
+    ``signalled`` gets the name of one that somebody had the daemon signal; ``expected`` are those that should live.
+    """
 
     def __init__(
         self,
@@ -32,7 +37,8 @@ class Deaths:
         wire: Wire,
         owner: Owner,
         since: str,
-        died: Callable[[str], None],
+        died: Callable[[str, bool], None],
+        signalled: Callable[[str], None],
         expected: Callable[[], Collection[str]],
     ) -> None:
         self._daemon = daemon
@@ -41,6 +47,7 @@ class Deaths:
         self._since = since
         self._died = died
         self._expected = expected
+        self._signalled = signalled
         self._task = asyncio.create_task(self._watch(), name="docker-deaths")
 
     async def aclose(self) -> None:
@@ -55,15 +62,21 @@ class Deaths:
                 async for event in self._wire.objects("GET", "/events", self._query()):
                     pause_s = _FIRST_PAUSE_S
                     self._since = f"{event['time']}"
-                    self._died(event["Actor"]["Attributes"]["name"])
+                    self._happened(event["Action"], event["Actor"]["Attributes"]["name"])
             except (Refused, PenstockError, LookupError) as error:
                 _log.warning("the daemon's events broke off", error=str(error))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
             await self._compare()
 
+    def _happened(self, action: str, name: str) -> None:
+        if action == "die":
+            self._died(name, True)
+        else:
+            self._signalled(name)
+
     def _query(self) -> dict[str, str]:
-        filters = {"type": ["container"], "event": ["die"], "label": [self._owner.filter]}
+        filters = {"type": ["container"], "event": ["kill", "die"], "label": [self._owner.filter]}
         return {"since": self._since, "filters": json.dumps(filters)}
 
     async def _compare(self) -> None:
@@ -76,4 +89,4 @@ class Deaths:
             return  # the daemon is away: the next round asks again
         names = {name.lstrip("/") for one in running for name in one.get("Names") or ()}
         for name in expected - names:
-            self._died(name)
+            self._died(name, False)

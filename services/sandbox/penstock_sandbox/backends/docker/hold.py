@@ -3,8 +3,10 @@
 Purpose: an image may hold no shell and no ``sleep``, and the daemon may have no init of its own; this needs neither. It
 ignores SIGCHLD, so that the kernel reaps what is left to it, and then waits for ever.
 
-Invariants: static, no memory but its one page, no system call beside the two named here. It is written into the image
-as a file of root's and runs as a user that is nobody else's.
+Invariants
+- Static, no memory but its one page, no system call beside the two named here.
+- It is written into the image as a file of root's that nobody else may read: the kernel then lets no process trace what
+  runs it, nor read or write its memory. It runs as a user that no spec may name (``additions.RESERVED``).
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ import struct
 from typing import Final
 
 PATH: Final = "/opt/penstock/hold"
+MODE: Final = 0o111
+"""The mode of its file: run by everybody, read by root alone."""
+USER_ID: Final = 65531
+"""Its user and group. Below 65536, which is as far as the ids of a daemon with user namespaces go."""
 
 _BASE = 0x400000
 _HEADERS = 64 + 56

@@ -45,6 +45,8 @@ _SERVING: Final = f"{OURS}/attendant"
 _SOCKET: Final = f"{_SERVING}/socket"
 _PROGRAM: Final = f"{PLACE}/attendant"
 _FILTER: Final = f"{PLACE}/filter"
+# A copy that may be read: gVisor executes no other file.
+_HOLD: Final = f"{PLACE}/hold"
 _WRITTEN_S: Final = 60.0
 # Tasks of the machine's that such a kernel may have for each process of a sandbox's, and those that it has itself. Only
 # a backstop: a kernel (gVisor) that gets no further one panics, and the sandbox is lost. A fork bomb held at 40
@@ -83,7 +85,11 @@ class Inside(Reach):
 
     async def open(self) -> None:
         image, architecture = await self._images.known(self._base)
-        files = {"attendant": program.text().encode(), "filter": confinement.program(architecture)}
+        files = {
+            "attendant": program.text().encode(),
+            "filter": confinement.program(architecture),
+            "hold": hold.program(architecture) or b"",
+        }
         settings: Json = {"image": image, "command": ["-"], "entrypoint": ["-"], "labels": self._owner.labels("making")}
         source = await self._daemon.create("", settings, {"network_mode": "none"})
         interpreter = Interpreter()
@@ -122,7 +128,7 @@ class Inside(Reach):
 
     def furnish(self, settings: Json, host: Json, image: ReadyImage, resources: Resources, *, writable: bool) -> None:
         # A first process has orphans to reap: it becomes what does that, and a child of it carries.
-        carry = ["attach", "--socket", _SOCKET, "--aside", "--last", ENDED, "--then", hold.PATH, "--first"]
+        carry = ["attach", "--socket", _SOCKET, "--aside", "--last", ENDED, "--then", _HOLD, "--first"]
         workload = ["--user", f"{image.account.uid}:{image.account.gid}", "--confine", "--seccomp", _FILTER]
         serve = [*self.python, _PROGRAM, "serve", "--socket", _SOCKET, *workload]
         if writable:
@@ -155,7 +161,7 @@ class _Within(Piped):
         self._python = python
 
     def gone(self) -> SandboxGone:
-        return SandboxGone("PROCESS_ENDED")
+        return SandboxGone("SANDBOX_VANISHED")
 
     async def stats(self) -> Stats:
         measured = figures(await self._daemon.stats(self._name))

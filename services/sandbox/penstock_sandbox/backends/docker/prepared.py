@@ -27,7 +27,7 @@ import structlog
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, PenstockError, Violation
 from penstock_sandbox.backends.docker import handover, hold
-from penstock_sandbox.backends.docker.additions import USER, Account, File, account_in, account_named, packed
+from penstock_sandbox.backends.docker.additions import RESERVED, USER, Account, File, account_in, account_named, packed
 from penstock_sandbox.backends.docker.daemon import GO_DIRECTORY, Daemon, Json, Missing, Refused
 from penstock_sandbox.backends.docker.places import OURS, TOOLBOXES, WORKDIR
 from penstock_sandbox.backends.docker.reaper import KIND, Owner, Reaper
@@ -35,7 +35,7 @@ from penstock_sandbox.backends.docker.reaper import KIND, Owner, Reaper
 _REPOSITORY = "penstock-prepared"
 _EQUIPPED = "penstock-equipped"
 # To be raised when what is added to an image changes: prepared images are found by it.
-_VERSION = 5
+_VERSION = 6
 _ACCOUNT_LABEL = "penstock.account"
 _WORKDIR_LABEL = "penstock.workdir"
 _BYTES_LABEL = "penstock.added_bytes"
@@ -91,7 +91,7 @@ class Prepared:
     async def of(self, image: str, base: Json, user: str) -> ReadyImage:
         """What ``base``, which callers know as ``image``, is with what a sandbox needs for ``user`` (empty: ``USER``).
 
-        Raises FailedPrecondition (IMAGE_UNUSABLE) and InvalidArgument (USER_UNKNOWN).
+        Raises FailedPrecondition (IMAGE_UNUSABLE) and InvalidArgument (USER_UNKNOWN, USER_RESERVED).
         """
         program = _first_program(image, base)
         user = user or USER
@@ -115,10 +115,10 @@ class Prepared:
     async def equipped(self, image: str, base: Json, files: Callable[[str], Mapping[str, bytes]]) -> str:
         """The name of ``base`` with further files of root's, mode 0755, at absolute paths, for its architecture.
 
-        The first process is one of them. Raises FailedPrecondition (IMAGE_UNUSABLE).
+        The first process is one of them, with a mode of its own. Raises FailedPrecondition (IMAGE_UNUSABLE).
         """
         wanted = {hold.PATH: _first_program(image, base), **files(str(base["Architecture"]))}
-        digest = hashlib.sha256(str(base["Id"]).encode())
+        digest = hashlib.sha256(f"{_VERSION} {base['Id']}".encode())
         for path, content in sorted(wanted.items()):
             digest.update(hashlib.sha256(path.encode()).digest() + hashlib.sha256(content).digest())
         name = f"{_EQUIPPED}:{digest.hexdigest()[:32]}"
@@ -127,7 +127,8 @@ class Prepared:
         except Missing:
             container = await self._unstarted(base["Id"])
             try:
-                await self._daemon.put(container, "/", packed([File(path, file) for path, file in wanted.items()]))
+                made = [File(path, file, hold.MODE if path == hold.PATH else 0o755) for path, file in wanted.items()]
+                await self._daemon.put(container, "/", packed(made))
                 await self._commit(container, name, {KIND: "equipped"})
             finally:
                 await self._reaper.container(container)
@@ -174,7 +175,7 @@ class Prepared:
                 File("/opt", None),
                 File(OURS, None),
                 File(TOOLBOXES, None),
-                File(hold.PATH, program),
+                File(hold.PATH, program, mode=hold.MODE),
             ]
             if user == USER:
                 account, passwd, group = account_in(passwd, group, shell)
@@ -186,9 +187,10 @@ class Prepared:
                     File(account.home, None, owner=account),
                 ]
             else:
-                account = self._known(image, user, account_named(user, passwd, shell))
+                account = _known(image, user, account_named(user, passwd, shell))
                 if not await self._daemon.has(container, account.home):
                     files.append(File(account.home, None, owner=account))
+            _refuse_reserved(image, user, account)
             workdir = WORKDIR
             if not self._keep_workdir:
                 workdir = handover.workdir_of(str((base.get("Config") or {}).get("WorkingDir") or ""))
@@ -216,12 +218,6 @@ class Prepared:
             ) from error
         finally:
             await self._reaper.container(container)
-
-    def _known(self, image: str, user: str, account: Account | None) -> Account:
-        if account is None:
-            problem = f"the image {image!r} has no user {user!r}"
-            raise InvalidArgument(problem, reason="USER_UNKNOWN", violations=[Violation("spec.user", problem)])
-        return account
 
     async def _hand_over(self, base: str, container: str, workdir: str, account: Account) -> int:
         """Give a directory to its user; answers how many bytes that takes."""
@@ -271,6 +267,27 @@ class Prepared:
                 if (file := archive.extractfile(member) if member.isreg() else None) is not None:
                     return file.read().decode(errors="surrogateescape")
         return ""
+
+
+def _known(image: str, user: str, account: Account | None) -> Account:
+    if account is None:
+        problem = f"the image {image!r} has no user {user!r}"
+        raise InvalidArgument(problem, reason="USER_UNKNOWN", violations=[Violation("spec.user", problem)])
+    return account
+
+
+def _refuse_reserved(image: str, user: str, account: Account) -> None:
+    if not account.reserved:
+        return
+    ids = " and ".join(map(str, sorted(RESERVED)))
+    problem = f"the user {user!r} of the image {image!r} is {account.uid}:{account.gid}; {ids} are Penstock's own"
+    if user == USER:
+        raise FailedPrecondition(
+            f"{problem}: give the image's user other ids", reason="IMAGE_UNUSABLE", metadata={"image": image}
+        )
+    raise InvalidArgument(
+        f"{problem}: name another user", reason="USER_RESERVED", violations=[Violation("spec.user", problem)]
+    )
 
 
 def _first_program(image: str, base: Json) -> bytes:

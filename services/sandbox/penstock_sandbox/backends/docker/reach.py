@@ -89,6 +89,8 @@ class Reached(abc.ABC):
     opener: Opener
     oom_kills: Callable[[], int] | None = None
     """Counts the kernel's kills for memory, where this service can; else the attendant does."""
+    within_limits = True
+    """Whether the attendant's memory is limited with its sandbox's, so that an agent may end it by taking all."""
 
     async def said(self) -> str:
         """Why the way in failed, where it left word."""
@@ -197,6 +199,8 @@ class Direct(Reach):
 
 
 class _Entered(Reached):
+    within_limits = False
+
     def __init__(self, folder: Path, opener: Opener, group: Group) -> None:
         self._folder = folder
         self._group = group
@@ -216,7 +220,7 @@ async def _holds(pid: int) -> None:
     The daemon answers as soon as it lets the process go on, a moment before that executes the program.
     """
     for _ in range(_EXECUTED_TRIES):
-        if Path(f"/proc/{pid}/cmdline").read_bytes() == hold.PATH.encode() + b"\0":
+        if str(Path(f"/proc/{pid}/exe").readlink()) == hold.PATH:
             return
         await asyncio.sleep(_EXECUTED_PAUSE_S)
     raise ProcessLookupError(

@@ -157,8 +157,10 @@ class Trial:
         assert box is not None
         # The look left a file there.
         await box.reached.written(ended=False)
-        listed = await self._daemon.changes(box.container)
-        self._files_seen = any(one["Path"] == f"{handle.workdir}/trial" for one in listed)
+        written, container = f"{handle.workdir}/trial", box.container
+        self._files_seen = await self._daemon.in_thread(
+            lambda: any(path == written for path, _ in self._daemon.changes(container))
+        )
         return ""
 
     async def _claims(self, image: ReadyImage, reach: Reach) -> Capabilities:
@@ -198,9 +200,8 @@ class Trial:
     async def _limits_disk(self, image: ReadyImage) -> bool:
         """Whether the storage driver holds a container to a size: by asking it for one."""
         settings, host = container.sandbox(
-            image.name,
+            image,
             self._owner.labels("making"),
-            image.account,
             Resources(disk_bytes=_TRIAL_DISK),
             NetworkKind.NONE,
             mounts=(),

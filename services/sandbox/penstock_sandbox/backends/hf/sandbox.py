@@ -13,12 +13,14 @@ import structlog
 
 from penstock_chassis.errors import Unavailable
 from penstock_sandbox.backends.attended.pipe import Pipe, SandboxGone
-from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
+from penstock_sandbox.backends.attended.sandbox import AttendedSandbox, by_what_serves_it
 from penstock_sandbox.backends.hf import bootstrap
 from penstock_sandbox.backends.hf.client import Remote
 
 # Each beat of a silent sandbox is a request to it.
 _HEARTBEAT_S = 20.0
+
+_BY_ITSELF = ("COMPLETED", "ERROR")
 
 _log = structlog.get_logger(__name__)
 
@@ -44,6 +46,7 @@ class HfSandbox(AttendedSandbox):
             default_env=bootstrap.environment(place, path),
             on_lost=on_lost,
             destroy=self._end_at_hf,
+            judge=self._what_ended_it,
             heartbeat_s=_HEARTBEAT_S,
         )
         self.remote = remote
@@ -52,6 +55,7 @@ class HfSandbox(AttendedSandbox):
         """What ``destroy`` does once nobody is attached any more and before the job is ended."""
         self._release = release
         self._attached = False
+        self._how = ""
 
     async def _open_pipe(self) -> Pipe:
         if self._attached:
@@ -59,9 +63,16 @@ class HfSandbox(AttendedSandbox):
             with contextlib.suppress(Unavailable):
                 if how := await self.remote.ended():
                     _log.warning("a job ended", sandbox=self.id, job=self.remote.job_id, how=how)
+                    self._how = how
                     raise SandboxGone("JOB_ENDED")
         self._attached = True
         return await self.remote.attach(self.place.command)
+
+    async def _what_ended_it(self, reason: str) -> str:
+        # Its first process only waits: it ends by itself when somebody in the job took its memory.
+        if reason == "JOB_ENDED" and self._how in _BY_ITSELF:
+            return "JOB_FAILED"
+        return await by_what_serves_it(reason)
 
     async def _end_at_hf(self) -> None:
         try:

@@ -76,6 +76,7 @@ class LocalBackend(Backend):
         self._stage = Stage(None)
         self._bwrap = ""
         self._binds: list[rootfs.Bind] = []
+        self._sealed_names: list[str] = []
         self._spawner: SpawnerProcess | None = None
         self._starting = asyncio.Lock()
         self._live: dict[str, LocalSandbox] = {}
@@ -114,9 +115,10 @@ class LocalBackend(Backend):
             root = next((Path(path) for path in _STAGES if os.path.isdir(path)), None)
             self._stage = Stage(root, sources)
         self._bwrap = self._stage.map(found.binary)
-        binds, links = rootfs.host_binds(self._options.extra_read_only)
+        binds = rootfs.host_binds(self._options.extra_read_only)
         self._binds = [rootfs.Bind(self._stage.map(bind.source), bind.target) for bind in binds]
-        rootfs.write_skeleton(self._root / "base", binds, links)
+        self._sealed_names = rootfs.sealed_names(binds)
+        rootfs.write_skeleton(self._root / "base", binds)
         if self._as_root or os.access("/sys/fs/cgroup", os.R_OK):
             self._cgroups = Cgroups.detect(cgroups.group_name(self._root))
             # Where they are depends on the group that this process is in; the next one may be in another.
@@ -165,6 +167,7 @@ class LocalBackend(Backend):
             kill_tree=True,
             pause=cgroups.FREEZER in self._cgroups.controllers,
             live_fork=cgroups.FREEZER in self._cgroups.controllers,
+            system_read_only=True,
         )
         self.unavailable_reason = ""
         try:
@@ -320,7 +323,9 @@ class LocalBackend(Backend):
             share_network=spec.network.kind is NetworkKind.OPEN,
         )
         with sandbox.connect() as door:
-            sandbox.first_pid = await spawner.create(sandbox.id, sandbox.uid, sandbox.join_files(), arguments, door)
+            sandbox.first_pid, sandbox.door_pid = await spawner.create(
+                sandbox.id, sandbox.uid, sandbox.join_files(), arguments, self._sealed_names, door
+            )
         await sandbox.ready()
         if spec.network.kind is NetworkKind.ONE_ENDPOINT:
             await sandbox.open_endpoint(spec.network)
@@ -375,10 +380,10 @@ class LocalBackend(Backend):
                     raise Unavailable(f"the spawner did not start: {error}", reason="SPAWNER_ENDED") from error
             return self._spawner
 
-    def _sandbox_gone(self, sandbox_id: str) -> None:
+    def _sandbox_gone(self, sandbox_id: str, reason: str) -> None:
         sandbox = self._live.get(sandbox_id)
         if sandbox is not None:
-            sandbox.lose("PROCESS_ENDED")
+            sandbox.lose(reason)
 
     def _spawner_ended(self) -> None:
         if not self._closing:

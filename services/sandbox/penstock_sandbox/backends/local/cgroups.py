@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,13 +203,17 @@ class Group:
                 if (folder / file).exists():
                     (folder / file).write_text(value)
 
-    def kill_and_thaw(self) -> None:
-        """Kill every process of a frozen group, and thaw it so that they die without running again."""
-        for pid in self.members():
+    def kill(self, spared: Collection[int] = ()) -> None:
+        """Kill every process of a frozen group but the ``spared``: none of them runs again, nor makes another one."""
+        for pid in self.members().difference(spared):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+    def kill_and_thaw(self) -> None:
+        """Kill every process of a frozen group, and thaw it so that they die without running again."""
+        self.kill()
         self.thaw()
 
     def remove(self) -> None:

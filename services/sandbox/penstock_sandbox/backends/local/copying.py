@@ -13,7 +13,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,9 @@ _TARGET = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FICLONE = 0x40049409  # linux/fs.h
 _CANNOT = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS)
 _CHUNK = 8 * 1024 * 1024
+# What is kept of files that may have another name, each counted with what holds it.
+_MOST_LINKED = 32 * 1024 * 1024
+_LINK_COST = 256
 
 
 @dataclass(slots=True)
@@ -35,15 +38,19 @@ class _Level:
     folders: Iterator[str]
 
 
-def copy(source: Path, target: Path) -> int:
-    """Copy the tree ``source`` to ``target``, which must not exist; answers the bytes of its files. Raises OSError."""
+def copy(source: Path, target: Path, stopped: Callable[[], bool] = lambda: False) -> int:
+    """Copy the tree ``source`` to ``target``, which must not exist; answers the bytes of its files.
+
+    Raises OSError: ECANCELED soon after ``stopped`` says so, EFBIG for more files with several names than are kept in
+    mind.
+    """
     target.mkdir(mode=0o700)
     levels: list[_Level] = []
     copier: _Copier | None = None
     try:
         opened = os.open(source, _FOLDER)
         made = os.open(target, _FOLDER)
-        copier = _Copier(os.dup(made))
+        copier = _Copier(os.dup(made), stopped)
         levels.append(_Level(opened, made, "", iter(())))
         levels[0].folders = copier.files_of(levels[0])
         while levels:
@@ -80,32 +87,42 @@ def _close(level: _Level) -> None:
 class _Copier:
     """Copies what is no directory; ``root`` is a descriptor of the copy's root."""
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, root: int, stopped: Callable[[], bool]) -> None:
         self.root = root
+        self._stopped = stopped
         self.bytes = 0
         self._clones = True
         self._linked: dict[tuple[int, int], str] = {}
+        self._linked_bytes = 0
 
     def files_of(self, level: _Level) -> Iterator[str]:
         """Copy the files of a directory; answers the names of its directories."""
-        folders = []
-        for name in os.listdir(level.source):
-            status = os.stat(name, dir_fd=level.source, follow_symlinks=False)
-            kind = stat.S_IFMT(status.st_mode)
-            if kind == stat.S_IFDIR:
-                folders.append(name)
-            elif kind == stat.S_IFREG:
-                self._file(level, name, status)
-            elif kind == stat.S_IFLNK:
-                os.symlink(os.readlink(name, dir_fd=level.source), name, dir_fd=level.target)
-                _own(name, level.target, status)
-                os.utime(name, ns=_times(status), dir_fd=level.target, follow_symlinks=False)
-            elif kind in (stat.S_IFIFO, stat.S_IFSOCK) or (kind == stat.S_IFCHR and status.st_rdev == 0):
-                # The last is a whiteout: overlayfs's word for a deletion.
-                os.mknod(name, status.st_mode, 0, dir_fd=level.target)
-                _own(name, level.target, status)
-                os.utime(name, ns=_times(status), dir_fd=level.target, follow_symlinks=False)
-        return iter(folders)
+        with os.scandir(level.source) as names:
+            return iter([entry.name for entry in names if not self._copied(level, entry.name)])
+
+    def _copied(self, level: _Level, name: str) -> bool:
+        """Copy an entry; False for a directory, which is not copied here."""
+        self._go_on()
+        status = os.stat(name, dir_fd=level.source, follow_symlinks=False)
+        kind = stat.S_IFMT(status.st_mode)
+        if kind == stat.S_IFDIR:
+            return False
+        if kind == stat.S_IFREG:
+            self._file(level, name, status)
+        elif kind == stat.S_IFLNK:
+            os.symlink(os.readlink(name, dir_fd=level.source), name, dir_fd=level.target)
+            _own(name, level.target, status)
+            os.utime(name, ns=_times(status), dir_fd=level.target, follow_symlinks=False)
+        elif kind in (stat.S_IFIFO, stat.S_IFSOCK) or (kind == stat.S_IFCHR and status.st_rdev == 0):
+            # The last is a whiteout: overlayfs's word for a deletion.
+            os.mknod(name, status.st_mode, 0, dir_fd=level.target)
+            _own(name, level.target, status)
+            os.utime(name, ns=_times(status), dir_fd=level.target, follow_symlinks=False)
+        return True
+
+    def _go_on(self) -> None:
+        if self._stopped():
+            raise OSError(errno.ECANCELED, "nobody waits for the copy any more")
 
     def _file(self, level: _Level, name: str, status: os.stat_result) -> None:
         if status.st_nlink > 1 and self._link(level, name, status):
@@ -123,8 +140,12 @@ class _Copier:
         self.bytes += status.st_size
 
     def _link(self, level: _Level, name: str, status: os.stat_result) -> bool:
-        first = self._linked.setdefault((status.st_dev, status.st_ino), level.path + name)
-        if first == level.path + name:
+        path = level.path + name
+        first = self._linked.setdefault((status.st_dev, status.st_ino), path)
+        if first == path:
+            self._linked_bytes += _LINK_COST + len(path)
+            if self._linked_bytes > _MOST_LINKED:
+                raise OSError(errno.EFBIG, "too many files have several names")
             return False
         try:
             os.link(first, name, src_dir_fd=self.root, dst_dir_fd=level.target, follow_symlinks=False)
@@ -155,6 +176,7 @@ class _Copier:
                 return  # the rest is a hole
             position = min(size, os.lseek(source, start, os.SEEK_HOLE))
             while start < position:
+                self._go_on()
                 moved = os.copy_file_range(source, target, min(_CHUNK, position - start), start, start)
                 if not moved:
                     return

@@ -4,18 +4,18 @@ Purpose: the door opened the listener inside the sandbox's network namespace; th
 the address that the policy names. The sandbox has no other way out.
 
 Invariants: bytes are carried as they are, half-closes included; a reader that is slow slows its writer (nothing is
-buffered beyond the transports' limits); closing the endpoint cuts every connection at once.
+buffered beyond the transports' limits); closing the endpoint cuts every connection at once. A side that breaks off is
+a reset at the other side, and so is a cut: the upstream must not take bytes for read that ended here (R105).
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 
 import structlog
 
-from penstock_sandbox.backends.upstream import CHUNK, Streams, connect
+from penstock_sandbox.backends.upstream import CHUNK, Streams, connect, reset
 from penstock_sandbox.model import NetworkPolicy
 
 _CONNECTIONS = 256
@@ -81,28 +81,27 @@ class Endpoint:
                 _log.warning(
                     "upstream unreachable", sandbox=self._sandbox_id, upstream=self._policy.upstream, error=str(error)
                 )
-                _reset(inside[1])
+                reset(inside[1])
             else:
                 await self._splice(inside, outside)
         finally:
             inside[1].transport.close()
 
     async def _splice(self, inside: Streams, outside: Streams) -> None:
+        ended = False
         try:
             async with asyncio.TaskGroup() as both:
                 both.create_task(_pump(inside[0], outside[1]))
                 both.create_task(_pump(outside[0], inside[1]))
+            ended = True
         except* OSError:
             # One side broke off: the other one must not take that for an end.
-            _reset(inside[1])
+            reset(inside[1])
         finally:
-            outside[1].transport.abort()
-
-
-def _reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection so that its peer sees a failure, not an end of file."""
-    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.transport.abort()
+            if ended:
+                outside[1].transport.abort()
+            else:
+                reset(outside[1])
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

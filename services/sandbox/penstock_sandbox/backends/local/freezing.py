@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from penstock_chassis.errors import FailedPrecondition, Unavailable
 from penstock_sandbox.backends.local.cgroups import Group
-from penstock_sandbox.backends.local.opened import lost
+from penstock_sandbox.backends.refusals import sandbox_lost
 
 _FREEZE_DEADLINE_S = 10.0
 _FREEZE_POLL_S = 0.001
@@ -102,13 +102,13 @@ class Freezing:
             await self._answered.wait()
         # Who destroyed it meanwhile has thawed it for the last time.
         if self._ended():
-            raise lost()
+            raise sandbox_lost("")
         deadline = time.monotonic() + _FREEZE_DEADLINE_S
         group.freeze()
         try:
             while not group.frozen():
                 if self._ended():
-                    raise lost()
+                    raise sandbox_lost("")
                 if time.monotonic() > deadline:
                     raise Unavailable(
                         f"the processes did not stand still within {_FREEZE_DEADLINE_S:g} s",

@@ -9,20 +9,25 @@ holds. ``remove`` first renames, so that a sandbox is gone at once whatever the 
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import posixpath
 import secrets
 import stat
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock_sandbox.backends.diffs import DEFAULT_BYTES, DiffWriter, too_large
+from penstock_sandbox.backends.refusals import Refused, file_error
 from penstock_sandbox.spawner import descents
 
 _OPAQUE = ("user.overlay.opaque", "trusted.overlay.opaque")
-_CHUNK = 256 * 1024
+# Those that are not told are looked at as well: an agent may have a million where nobody asked for them.
+_MOST_LOOKED_AT = 2_000_000
+_ENTRIES_A_STEP = 1_000
 
 
 class Collector(io.RawIOBase):
@@ -47,37 +52,48 @@ class Collector(io.RawIOBase):
         return data
 
 
-def diff(upper: Path, below: Sequence[str] = ()) -> Iterator[bytes | list[str]]:
+def diff(
+    upper: Path, below: Sequence[str] = (), max_bytes: int = DEFAULT_BYTES
+) -> Generator[bytes | list[str], None, None]:
     """The layer as tar chunks (names relative to the root), then the deleted absolute paths.
 
-    ``below``: as in ``SandboxHandle.diff``.
+    ``below`` and ``max_bytes``: as in ``SandboxHandle.diff``, as are the errors. An empty chunk says that it goes on.
     """
-    sink = Collector()
-    deleted: list[str] = []
+    writer = DiffWriter(max_bytes)
     roots = [posixpath.normpath(path) for path in below] or ["/"]
-    archive = tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT)  # noqa: SIM115 - closed between yields
-    for prefix, folders, files, descriptor in descents.walk(str(upper)):
-        for name in sorted((*folders, *files)):
+    entries = descents.walk(str(upper), _MOST_LOOKED_AT, lambda path: _leads_to(path, roots))
+    try:
+        for number, (prefix, name, _, folder) in enumerate(entries):
+            if number % _ENTRIES_A_STEP == 0:
+                yield b""
             path = f"{prefix}/{name}"
             try:
-                status = os.lstat(name, dir_fd=descriptor)
+                yield from _tell(writer, folder, name, path, roots)
             except FileNotFoundError:
-                continue
-            if not any(is_below(path, root) for root in roots):
-                # A link or a file in a directory's place is one deletion of what was there, too.
-                hit = [root for root in roots if is_below(root, path)]
-                if hit and (not stat.S_ISDIR(status.st_mode) or _opaque(descriptor, name, status)):
-                    deleted.extend(hit)
-                continue
-            if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
-                deleted.append(path)
-                continue
-            yield from _add(archive, sink, descriptor, name, path[1:], status, deleted)
-        folders[:] = [name for name in folders if _leads_to(f"{prefix}/{name}", roots)]
-    archive.close()
-    if sink.size:
-        yield sink.take()
-    yield sorted(set(deleted))
+                continue  # removed meanwhile
+            except OSError as error:
+                raise file_error(Refused(error.errno or errno.EIO, error.strerror or "cannot be read"), path) from error
+    except descents.TooMuch as error:
+        raise too_large(
+            f"more than {_MOST_LOOKED_AT} entries, or too many directories, were to be looked at"
+        ) from error
+    finally:
+        entries.close()
+    yield from writer.end()
+
+
+def _tell(writer: DiffWriter, folder: int, name: str, path: str, roots: Sequence[str]) -> Iterator[bytes]:
+    status = os.lstat(name, dir_fd=folder)
+    if not any(is_below(path, root) for root in roots):
+        # A link or a file in a directory's place is one deletion of what was there, too.
+        hit = [root for root in roots if is_below(root, path)]
+        if hit and (not stat.S_ISDIR(status.st_mode) or _opaque(folder, name, status)):
+            for root in hit:
+                writer.delete(root)
+    elif stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+        writer.delete(path)
+    else:
+        yield from _add(writer, folder, name, path, status)
 
 
 def is_below(path: str, root: str) -> bool:
@@ -89,36 +105,29 @@ def _leads_to(path: str, roots: Sequence[str]) -> bool:
     return any(is_below(path, root) or is_below(root, path) for root in roots)
 
 
-def _add(
-    archive: tarfile.TarFile,
-    sink: Collector,
-    folder: int,
-    name: str,
-    relative: str,
-    status: os.stat_result,
-    deleted: list[str],
-) -> Iterator[bytes]:
-    member = tarfile.TarInfo(relative)
+def _add(writer: DiffWriter, folder: int, name: str, path: str, status: os.stat_result) -> Iterator[bytes]:
+    member = tarfile.TarInfo(path[1:])
     member.mode = stat.S_IMODE(status.st_mode)
     member.mtime = int(status.st_mtime)
     if stat.S_ISDIR(status.st_mode):
         member.type = tarfile.DIRTYPE
         if _opaque(folder, name, status):
-            deleted.append(f"/{relative}")
-        archive.addfile(member)
+            writer.delete(path)
+        yield from writer.add(member)
     elif stat.S_ISLNK(status.st_mode):
         member.type = tarfile.SYMTYPE
         member.linkname = os.readlink(name, dir_fd=folder)
-        archive.addfile(member)
+        yield from writer.add(member)
     elif stat.S_ISREG(status.st_mode):
         opened = _open(folder, name, os.O_NONBLOCK, status)
-        with os.fdopen(opened, "rb") as source:
-            member.size = os.fstat(opened).st_size
-            archive.addfile(member, source)
-    while sink.size >= _CHUNK:
-        data = sink.take()
-        for start in range(0, len(data), _CHUNK):
-            yield data[start : start + _CHUNK]
+        try:
+            found = os.fstat(opened)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.ESTALE, "another kind of file took its place")
+            member.size = found.st_size
+            yield from writer.add(member, lambda most: os.read(opened, most))
+        finally:
+            os.close(opened)
 
 
 def _open(folder: int, name: str, flags: int, status: os.stat_result) -> int:
@@ -147,8 +156,8 @@ def _opaque(folder: int, name: str, status: os.stat_result) -> bool:
 def size(folder: Path, most: int | None = None) -> int:
     """Bytes of the regular files below ``folder``; links are not followed. ``most``: as in ``descents.walk``."""
     total = 0
-    for _, _, files, descriptor in descents.walk(str(folder), most):
-        for name in files:
+    for _, name, is_folder, descriptor in descents.walk(str(folder), most):
+        if not is_folder:
             try:
                 total += os.lstat(name, dir_fd=descriptor).st_size
             except FileNotFoundError:

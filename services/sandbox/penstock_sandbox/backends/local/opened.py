@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Awaitable, Callable, Sequence
 
-from penstock_chassis.errors import FailedPrecondition, PenstockError
+from penstock_chassis.errors import PenstockError
 from penstock_sandbox.backends.base import FileReader, FileWriter
 from penstock_sandbox.backends.local.channel import ChannelClosed, Reply
 from penstock_sandbox.backends.refusals import Refused, file_error
@@ -24,22 +24,35 @@ Door = Callable[[wire.Message, Sequence[int]], Awaitable[Reply]]
 
 
 class Reader(FileReader):
-    """Reads ``descriptor``, which stays its owner's."""
+    """Reads ``descriptor``, which stays its owner's; ``path`` is for errors."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, path: str) -> None:
         self._descriptor = descriptor
+        self._path = path
 
     async def read(self, offset: int, length: int) -> bytes:
-        if length <= _INLINE_IO and offset == 0:
-            return os.pread(self._descriptor, length, offset)
-        return await asyncio.to_thread(os.pread, self._descriptor, length, offset)
+        try:
+            if length <= _INLINE_IO and offset == 0:
+                return os.pread(self._descriptor, length, offset)
+            return await asyncio.to_thread(os.pread, self._descriptor, length, offset)
+        except OSError as error:
+            raise file_error(Refused(error.errno or errno.EIO, os.strerror(error.errno or 0)), self._path) from error
 
 
 class Writer(FileWriter):
     """Writes what ``opened`` and the descriptors ``given`` with it describe; both stay their owner's."""
 
-    def __init__(self, door: Door, path: str, mode: int, opened: wire.Message, given: list[int]) -> None:
+    def __init__(
+        self,
+        door: Door,
+        lost: Callable[[], Awaitable[PenstockError]],
+        path: str,
+        mode: int,
+        opened: wire.Message,
+        given: list[int],
+    ) -> None:
         self._door = door
+        self._lost = lost
         self._path = path
         self._mode = mode
         self._opened = opened
@@ -63,7 +76,7 @@ class Writer(FileWriter):
         except Refused as refusal:
             raise file_error(refusal, self._path) from refusal
         except ChannelClosed as error:
-            raise lost() from error
+            raise await self._lost() from error
         self.committed = True
 
 
@@ -86,8 +99,3 @@ def info(name: str, described: wire.Message) -> FileInfo:
         modified_at=described["mtime_ns"] / 1e9,
         target=described.get("target", ""),
     )
-
-
-def lost() -> PenstockError:
-    """What every operation on a sandbox that has ended says."""
-    return FailedPrecondition("the sandbox is gone", reason="SANDBOX_LOST")

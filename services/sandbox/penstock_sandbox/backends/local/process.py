@@ -109,11 +109,11 @@ class LocalProcess(ProcessHandle):
             )
         )
 
-    def lose(self) -> None:
+    def lose(self, reason: str) -> None:
         """The sandbox is gone."""
         self._reaped.set()
         self._release()
-        self._sink.lost()
+        self._sink.lost(reason)
 
     async def write_stdin(self, data: bytes) -> None:
         view = memoryview(data)
@@ -163,9 +163,9 @@ class LocalProcess(ProcessHandle):
 
     async def kill(self) -> None:
         try:
+            await self._sandbox.kill({"op": "kill", "pid": self.pid})
+            # The door tells the exit after it answered: it must not be frozen in between.
             async with self._sandbox.freezing.awake():
-                await self._sandbox.door({"op": "kill", "pid": self.pid})
-                # The door tells the exit after it answered: it must not be frozen in between.
                 await self._reaped.wait()
         except ChannelClosed:
             return  # with the sandbox everything in it died

@@ -1,9 +1,12 @@
 """The root of a local sandbox: which host files it sees, where it may write, and bubblewrap's arguments for that.
 
 Purpose: the root is an overlay (skeleton, sealed layers, the sandbox's own upper) with a read-only subset of the host's
-programs bound into it. Everything outside those binds is writable by the sandbox's user and lands in its upper.
+programs bound into it. What the sandbox's user writes lands in its upper: its home, the working directory, and whatever
+it makes at the top level; /tmp and /dev/shm are memory.
 
 Invariants
+- Nothing that was there before the sandbox's user is this user's to change, but for those places: each such name at the
+  top level is a read-only mount, which can neither be removed nor renamed, whoever owns the root (R90).
 - Allow-list: a host path is visible only if it is named here or in the operator's ``extra_read_only``.
 - /etc is ours: accounts, resolver and host names say nothing about the host.
 - bubblewrap's arguments hold no secret; the environment of processes never passes through them.
@@ -59,7 +62,10 @@ _WRITTEN = {
     "etc/services": "http 80/tcp\nhttps 443/tcp\n",
     "etc/protocols": "ip 0 IP\nicmp 1 ICMP\ntcp 6 TCP\nudp 17 UDP\n",
 }
-_EMPTY = ("proc", "dev", "tmp", "var/tmp", "var/log", "run", "opt/penstock", "mnt", "srv", "root", "etc/ssl")
+_EMPTY = ("proc", "dev", "tmp", "var/log", "run", "opt", "mnt", "srv", "root", "etc/ssl")
+_LINKS = {"var/tmp": "../tmp"}
+# At the top level, mounted by bubblewrap itself.
+_MOUNTED = {"proc", "dev", "tmp", "opt"}
 _OF_THE_USER = ("home/agent", "workspace")
 
 
@@ -71,19 +77,20 @@ class Bind:
     target: str
 
 
-def host_binds(extra: Iterable[Path]) -> tuple[list[Bind], dict[str, str]]:
-    """The host's programs as binds, and the links (path -> target) that stand where the host has links."""
-    binds: list[Bind] = []
-    links: dict[str, str] = {}
-    for path in (*_PROGRAM_FOLDERS, *map(str, extra)):
-        if os.path.islink(path) and path in _PROGRAM_FOLDERS:
-            links[path] = os.readlink(path)
-        elif os.path.exists(path):
-            binds.append(Bind(os.path.realpath(path), path))
-    return binds, links
+def host_binds(extra: Iterable[Path]) -> list[Bind]:
+    """The host's programs. What is a link on the host (/bin, /lib64) is a directory here: a link could be replaced."""
+    return [
+        Bind(os.path.realpath(path), path) for path in (*_PROGRAM_FOLDERS, *map(str, extra)) if os.path.exists(path)
+    ]
 
 
-def write_skeleton(folder: Path, binds: Sequence[Bind], links: dict[str, str]) -> None:
+def sealed_names(binds: Iterable[Bind]) -> list[str]:
+    """The names at the top level that the door makes read-only mounts; the others are mounts by themselves."""
+    ours = {name.split("/")[0] for name in (*_EMPTY, *_WRITTEN)} | {bind.target.split("/")[1] for bind in binds}
+    return sorted(ours - _MOUNTED - {bind.target[1:] for bind in binds})
+
+
+def write_skeleton(folder: Path, binds: Sequence[Bind]) -> None:
     """Make the lowest layer in ``folder``: our own files, and a mount point for every bind.
 
     With the mount points here bubblewrap makes none, so a fresh sandbox's upper is empty. It is built with fixed modes
@@ -96,10 +103,8 @@ def write_skeleton(folder: Path, binds: Sequence[Bind], links: dict[str, str]) -
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content)
-    for path, target in links.items():
-        link = folder / path.lstrip("/")
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(target)
+    for path, target in _LINKS.items():
+        (folder / path).symlink_to(target)
     for bind in binds:
         point = folder / bind.target.lstrip("/")
         if os.path.isdir(bind.source):
@@ -168,13 +173,12 @@ def bubblewrap_arguments(
     for layer in layers:
         arguments += ["--overlay-src", layer]
     arguments += ["--overlay", upper, work, "/"]
-    for bind in binds:
+    # A tmpfs, since bubblewrap cannot make mount points in a skeleton that belongs to another user. All of /opt: a
+    # directory that only holds a mount can be renamed with it.
+    arguments += ["--size", "1048576", "--tmpfs", "/opt", "--dir", OURS]
+    for bind in (*binds, *mounts):
         arguments += ["--ro-bind", bind.source, bind.target]
-    # A tmpfs, since bubblewrap cannot make mount points in a skeleton that belongs to another user.
-    arguments += ["--size", "1048576", "--tmpfs", OURS]
-    for bind in mounts:
-        arguments += ["--ro-bind", bind.source, bind.target]
-    arguments += ["--remount-ro", OURS, "--proc", "/proc", "--dev", "/dev"]
+    arguments += ["--remount-ro", "/opt", "--proc", "/proc", "--dev", "/dev"]
     for target in ("/tmp", "/dev/shm"):
         arguments += ["--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", target]
     return arguments

@@ -74,7 +74,7 @@ def python_for_packages(wanted: Runtime, minor: str = "", *, host_programs: bool
     mounted = [
         FoundRuntime("", executable, (f"{RUNTIMES}/{executable.name}", prefix))
         for prefix in prefixes
-        for executable in sorted(prefix.glob("bin/python3.[0-9]*[0-9]"))
+        for executable in _matching(prefix, "bin/python3.[0-9]*[0-9]")
         if not host_programs or not prefix.is_relative_to("/usr")
     ]
     visible = [candidate for candidate in _candidates(RuntimeKind.PYTHON) if candidate.mount is None]
@@ -133,12 +133,12 @@ def _other_pythons() -> Sequence[Path]:
         executable.resolve().parent.parent
         for folder in os.environ.get("PATH", "").split(":")
         if folder
-        for executable in sorted(Path(folder).glob("python3.[0-9]*[0-9]"))
+        for executable in _matching(Path(folder), "python3.[0-9]*[0-9]")
         if os.access(executable, os.X_OK)
     ]
     kept = (
-        *(Path(os.environ.get("PYENV_ROOT") or home / ".pyenv") / "versions").glob("*"),
-        *(Path(os.environ.get("XDG_DATA_HOME") or home / ".local/share") / "uv/python").glob("*"),
+        *_matching(Path(os.environ.get("PYENV_ROOT") or home / ".pyenv") / "versions", "*"),
+        *_matching(Path(os.environ.get("XDG_DATA_HOME") or home / ".local/share") / "uv/python", "*"),
     )
     found = dict.fromkeys((*named, *sorted(path.resolve() for path in kept)))
     return [
@@ -148,9 +148,17 @@ def _other_pythons() -> Sequence[Path]:
         and prefix != Path("/usr")
         and any(
             _numbers(library.parent.name) >= _LEAST_PYTHON_WITH_PACKAGES
-            for library in prefix.glob("lib/python3.*/os.py")
+            for library in _matching(prefix, "lib/python3.*/os.py")
         )
     ]
+
+
+def _matching(folder: Path, pattern: str) -> Sequence[Path]:
+    """What is found in a directory, by name; nothing in one that this user may not look into."""
+    try:
+        return sorted(folder.glob(pattern))
+    except PermissionError:
+        return ()
 
 
 def _wheel_folder() -> Path | None:

@@ -10,11 +10,13 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from penstock_chassis.errors import Internal, PenstockError
+from penstock_sandbox.backends import diffs
 from penstock_sandbox.backends.base import (
     FileReader,
     FileWriter,
@@ -29,14 +31,16 @@ from penstock_sandbox.backends.local.channel import Channel, ChannelClosed, Repl
 from penstock_sandbox.backends.local.disk_use import DiskUse
 from penstock_sandbox.backends.local.endpoint import Endpoint
 from penstock_sandbox.backends.local.freezing import Freezing
-from penstock_sandbox.backends.local.opened import Reader, Writer, info, lost
+from penstock_sandbox.backends.local.opened import Reader, Writer, info
 from penstock_sandbox.backends.local.process import LocalProcess
-from penstock_sandbox.backends.refusals import Refused, file_error
+from penstock_sandbox.backends.refusals import Refused, file_error, sandbox_lost
 from penstock_sandbox.model import FileInfo, NetworkKind, NetworkPolicy, PtySize, Stats, Stream
 from penstock_sandbox.spawner import wire
 
 _MAX_TREE_BYTES = 8 * 1024 * 1024 * 1024
 _MAX_TREE_ENTRIES = 500_000
+_VERDICT_S = 5.0
+_KILL_S, _KILL_SOON_S = 10.0, 2.0
 
 
 class LocalSandbox(SandboxHandle):
@@ -61,8 +65,8 @@ class LocalSandbox(SandboxHandle):
         self.uid = uid
         self.upper = upper
         self.layer_ids: tuple[str, ...] = ()
-        self.first_pid = 0
-        """The host's id of the sandbox's first process, once it is there."""
+        self.first_pid = self.door_pid = 0
+        """The host's ids of the sandbox's first process and its door, once they are there."""
         self.default_env = default_env
         self.group = group
         self._on_lost = on_lost
@@ -76,6 +80,9 @@ class LocalSandbox(SandboxHandle):
         self._forgotten: list[int] = []
         self._endpoint: Endpoint | None = None
         self._ended = False
+        self._lost_reason = ""
+        self._over = asyncio.Event()
+        self._verdict: asyncio.TimerHandle | None = None
         self.freezing = Freezing(group, lambda: self._ended)
         self._destroyed: asyncio.Task[None] | None = None
 
@@ -111,22 +118,34 @@ class LocalSandbox(SandboxHandle):
     def _door_closed(self) -> None:
         if not self._ready.done():
             self._ready.set_exception(OSError(errno.ECHILD, "the sandbox ended while it was being made"))
-        self.lose("DOOR_CLOSED")
+        if not self._ended and self._verdict is None:
+            # The door ends with the sandbox, by itself, or with the spawner: which of these, the spawner tells, or its
+            # end does. A sandbox whose door is gone is lost all the same.
+            self._verdict = asyncio.get_running_loop().call_later(_VERDICT_S, lambda: self.lose("DOOR_CLOSED"))
 
     def lose(self, reason: str) -> None:
         """The sandbox ended by itself."""
         if self._ended:
             return
+        self._lost_reason = reason
         self._end()
         if self._ready.done() and self._ready.exception() is None:
             self._on_lost(reason)
 
     def _end(self) -> None:
         self._ended = True
+        if self._verdict is not None:
+            self._verdict.cancel()
         if self._channel is not None:
             self._channel.close()
         for process in list(self._processes.values()):
-            process.lose()
+            process.lose(self._lost_reason)
+        self._over.set()
+
+    async def lost(self) -> PenstockError:
+        """What an operation says that found the door gone: why, too, which is known a moment later."""
+        await self._over.wait()
+        return sandbox_lost(self._lost_reason, self.id)
 
     async def door(self, request: wire.Message, descriptors: Sequence[int] = ()) -> Reply:
         """Ask the door. Raises channel.Refused or channel.ChannelClosed."""
@@ -179,7 +198,7 @@ class LocalSandbox(SandboxHandle):
             except Refused as refusal:
                 raise StartFailed(refusal.what) from refusal
             except ChannelClosed as error:
-                raise lost() from error
+                raise await self.lost() from error
         except BaseException:
             for descriptor in ours:
                 os.close(descriptor)
@@ -207,20 +226,46 @@ class LocalSandbox(SandboxHandle):
         """How often the kernel killed in this sandbox for memory."""
         return self.group.oom_kills() if self.group is not None else 0
 
+    async def kill_everything(self) -> bool:
+        try:
+            await self.kill({"op": "kill_all"})
+        except ChannelClosed:
+            pass  # with the sandbox everything in it died
+        except Refused as refusal:
+            raise Internal(f"not everything was killed: {refusal.what}", reason="KILL_FAILED") from refusal
+        return True
+
+    async def kill(self, request: wire.Message) -> None:
+        """Have the door kill a tree or everything. Raises channel.Refused or channel.ChannelClosed."""
+        frozen = self.group is not None and self.group.can_freeze
+        try:
+            async with self.freezing.awake():
+                await self.door({**request, "within": _KILL_SOON_S if frozen else _KILL_S})
+            return
+        except Refused as refusal:
+            if not frozen or refusal.errno != errno.ETIMEDOUT:
+                raise
+        # So many are made at once that the door can make none to see to it. What stands still makes none.
+        assert self.group is not None
+        async with self.freezing.still():
+            self.group.kill({self.first_pid, self.door_pid})
+        async with self.freezing.awake():
+            await self.door({**request, "within": _KILL_S})
+
     # Files -------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def open_read(self, path: str, *, follow_symlink: bool) -> AsyncIterator[tuple[FileInfo, FileReader]]:
         answer, given = await self._file({"op": "open_read", "path": path, "follow": follow_symlink}, path)
         try:
-            yield info(os.path.basename(path), answer), Reader(given[0])
+            yield info(os.path.basename(path), answer), Reader(given[0], path)
         finally:
             os.close(given[0])
 
     @asynccontextmanager
     async def open_write(self, path: str, mode: int) -> AsyncIterator[FileWriter]:
         answer, given = await self._file({"op": "open_write", "path": path}, path)
-        writer = Writer(self.door, path, mode, answer, given)
+        writer = Writer(self.door, self.lost, path, mode, answer, given)
         try:
             yield writer
         finally:
@@ -231,14 +276,16 @@ class LocalSandbox(SandboxHandle):
                 for descriptor in given:
                     os.close(descriptor)
 
-    async def read_tree(self, path: str, max_bytes: int) -> AsyncIterator[bytes]:
+    async def read_tree(self, path: str, max_bytes: int) -> AsyncGenerator[bytes, None]:
         try:
-            async for chunk in tree.stream(self.door, {"job": "read_tree", "path": path, "max_bytes": max_bytes}):
-                yield chunk
+            job = {"job": "read_tree", "path": path, "max_bytes": max_bytes, "max_entries": diffs.MAX_ENTRIES}
+            async with aclosing(tree.stream(self.door, job)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         except Refused as refusal:
             raise file_error(refusal, path) from refusal
         except ChannelClosed as error:
-            raise lost() from error
+            raise await self.lost() from error
 
     async def write_tree(self, path: str, archive: int, *, layer: bool = False) -> tuple[int, int]:
         job = {
@@ -255,9 +302,9 @@ class LocalSandbox(SandboxHandle):
         answer, _ = await self._file({"op": "stat", "path": path}, path)
         return info(os.path.basename(path.rstrip("/")) or "/", answer)
 
-    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], bool]:
+    async def entries(self, path: str, after: str, limit: int) -> tuple[list[FileInfo], str]:
         answer, _ = await self._file({"op": "list", "path": path, "after": after, "limit": limit}, path)
-        return [info(entry["name"], entry) for entry in answer["entries"]], answer["more"]
+        return [info(entry["name"], entry) for entry in answer["entries"]], answer["last"]
 
     async def make_directory(self, path: str, mode: int) -> None:
         await self._file({"op": "mkdir", "path": path, "mode": mode}, path)
@@ -271,7 +318,7 @@ class LocalSandbox(SandboxHandle):
         except Refused as refusal:
             raise file_error(refusal, path) from refusal
         except ChannelClosed as error:
-            raise lost() from error
+            raise await self.lost() from error
 
     async def _tree_job(self, job: wire.Message, path: str, descriptors: Sequence[int] = ()) -> wire.Message:
         try:
@@ -279,7 +326,7 @@ class LocalSandbox(SandboxHandle):
         except Refused as refusal:
             raise file_error(refusal, path) from refusal
         except ChannelClosed as error:
-            raise lost() from error
+            raise await self.lost() from error
 
     # Network, figures, end ---------------------------------------------------------------------------------------
 
@@ -299,9 +346,19 @@ class LocalSandbox(SandboxHandle):
         disk = await self._disk_use.of(self.upper)
         return Stats(figures.memory_bytes, figures.memory_peak_bytes, figures.pids, figures.cpu_s, disk)
 
-    async def diff(self, below: Sequence[str] = ()) -> AsyncIterator[bytes | list[str]]:
-        pieces = layers.diff(self.upper, below)
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+    async def diff(
+        self, below: Sequence[str] = (), max_bytes: int = diffs.DEFAULT_BYTES
+    ) -> AsyncGenerator[bytes | list[str], None]:
+        pieces = diffs.stepwise(self._diff(below, max_bytes), diffs.in_thread)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    def _diff(self, below: Sequence[str], max_bytes: int) -> Generator[bytes | list[str], None, None]:
+        for piece in layers.diff(self.upper, below, max_bytes):
+            if self._ended:
+                # Its files may be going: what is told of them is not all of them.
+                raise sandbox_lost(self._lost_reason, self.id)
             yield piece
 
     # Freezing and the end ----------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ to one host user, which nobody else gets as long as the layer is there.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -79,12 +80,16 @@ class SealedLayers:
         # Where the next start looks for leftovers, until it is whole.
         draft = self._root / "trash" / f"{layer_id}.draft"
         async with sandbox.freezing.still():
-            work = asyncio.ensure_future(asyncio.to_thread(copying.copy, sandbox.upper, draft))
+            stopped = threading.Event()
+            work = asyncio.ensure_future(asyncio.to_thread(copying.copy, sandbox.upper, draft, stopped.is_set))
             try:
                 size = await asyncio.shield(work)
             except BaseException as error:
-                # A thread cannot be stopped; what it makes must not outlive it.
+                # What the thread makes must not outlive it.
+                stopped.set()
                 await asyncio.wait([work])
+                if not work.cancelled():
+                    work.exception()  # that it was stopped is known
                 self._remove_later(draft)
                 if isinstance(error, OSError):
                     raise Internal(f"the files could not be copied: {error.strerror}", reason="SEAL_FAILED") from error

@@ -23,7 +23,7 @@ _END_TIMEOUT_S = 10.0
 
 
 class SpawnerProcess:
-    """A running spawner. ``on_gone`` gets the id of a sandbox that ended by itself."""
+    """A running spawner. ``on_gone`` gets the id of a sandbox that ended by itself, and why."""
 
     def __init__(self, process: subprocess.Popen[bytes], channel: Channel) -> None:
         self._process = process
@@ -31,7 +31,7 @@ class SpawnerProcess:
 
     @classmethod
     async def start(
-        cls, bwrap: str, stage: Stage, on_gone: Callable[[str], None], on_end: Callable[[], None]
+        cls, bwrap: str, stage: Stage, on_gone: Callable[[str, str], None], on_end: Callable[[], None]
     ) -> SpawnerProcess:
         """Start and configure one. Raises channel.Refused when the stage cannot be set up."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -46,7 +46,7 @@ class SpawnerProcess:
             )
 
         def event(message: wire.Message) -> None:
-            on_gone(message["id"])
+            on_gone(message["id"], message["reason"])
 
         channel = Channel(ours, event, on_end)
         spawner = cls(process, channel)
@@ -70,15 +70,23 @@ class SpawnerProcess:
         return not self._channel.closed
 
     async def create(
-        self, sandbox_id: str, uid: int | None, groups: Sequence[str], arguments: Sequence[str], door: socket.socket
-    ) -> int:
-        """Make a sandbox whose door serves ``door``; answers the host's id of its first process."""
+        self,
+        sandbox_id: str,
+        uid: int | None,
+        groups: Sequence[str],
+        arguments: Sequence[str],
+        sealed: Sequence[str],
+        door: socket.socket,
+    ) -> tuple[int, int]:
+        """Make a sandbox whose door serves ``door``; answers the host's ids of its first process and its door.
+
+        ``sealed`` are the names at the top level of its root that become read-only mounts.
+        """
+        request = {"op": "create", "id": sandbox_id, "uid": uid, "groups": list(groups)}
         answer, _ = await self._channel.request(
-            {"op": "create", "id": sandbox_id, "uid": uid, "groups": list(groups), "argv": list(arguments)},
-            [door.fileno()],
+            {**request, "argv": list(arguments), "sealed": list(sealed)}, [door.fileno()]
         )
-        pid: int = answer["pid"]
-        return pid
+        return answer["pid"], answer["door"]
 
     async def destroy(self, sandbox_id: str) -> None:
         """End a sandbox; returns when none of its processes is left."""

@@ -10,7 +10,7 @@ import asyncio
 import errno
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import cast
 
 from penstock_sandbox.backends.local.channel import Reply
@@ -36,7 +36,7 @@ async def run(door: Door, job: wire.Message, descriptors: Sequence[int] = ()) ->
         os.close(result)
 
 
-async def stream(door: Door, job: wire.Message) -> AsyncIterator[bytes]:
+async def stream(door: Door, job: wire.Message) -> AsyncGenerator[bytes, None]:
     """Run a job that writes a stream; yields its chunks. Raises Refused at the end when the job failed."""
     result, result_write = os.pipe()
     data, data_write = os.pipe()

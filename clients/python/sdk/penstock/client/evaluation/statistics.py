@@ -102,19 +102,21 @@ def bounded_mean(rewards: Mapping[str, Sequence[float]], least: float, most: flo
 
 def _between_tasks(shares: Sequence[float], value: float, attempts: int) -> tuple[float, float]:
     """The interval of the mean of several tasks' shares."""
+    if min(shares) == max(shares):  # the rounded mean of equal shares would show a variance where there is none
+        return wilson(min(max(value, 0.0), 1.0), len(shares))
     variance = math.fsum((share - value) ** 2 for share in shares) / (len(shares) - 1) / len(shares)
     spread = value * (1 - value)
     # At most the attempts: a variance that is small by chance proves no more than they can.
-    observations = len(shares) if spread <= 0 else min(spread / variance, attempts) if variance > 0 else len(shares)
+    observations = len(shares) if spread <= 0 or variance <= 0 else min(spread / variance, attempts)
     return wilson(min(max(value, 0.0), 1.0), observations)
 
 
 def mean(values: Sequence[float]) -> tuple[float, float] | None:
-    """Mean and 95 % half-width of its normal interval; half-width 0.0 for one value, None without any."""
+    """Mean and 95 % half-width of its normal interval; half-width 0.0 for equal values, None without any."""
     if not values:
         return None
+    if min(values) == max(values):  # exactly: their rounded mean would have a half-width
+        return float(values[0]), 0.0
     centre = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return centre, 0.0
     variance = math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)
     return centre, Z * math.sqrt(variance / len(values))

@@ -13,6 +13,7 @@ import yaml
 
 from penstock.client.errors import InvalidArgument
 from penstock.client.taskfile import identifier
+from penstock.client.yamlfile import YamlFile
 
 GRADER_FOLDER: Final = "/tmp/penstock-grade"  # noqa: S108 - in the sandbox; cleared before the grader is put there
 _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
@@ -57,7 +58,16 @@ class Choices:
     repositories: Path | None = None
 
 
-_MALFORMED: Final = (Refused, OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError)
+_MALFORMED: Final = (
+    Refused,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 """What reading something of the wrong form ends in; it is the end of that task and of no other."""
 
 
@@ -85,6 +95,10 @@ class Folder:
         for path in source.rglob("*") if source.is_dir() else ():
             if path.is_symlink() and not path.resolve().is_relative_to(source.resolve()):
                 raise Refused(f"{path} is a link that leads out of the task")
+            if path.is_symlink() and path.is_dir():
+                raise Refused(f"{path} is a link to a directory")
+            if not (path.is_dir() or path.is_file()):
+                raise Refused(f"{path} is no regular file")
         if source.is_dir():
             shutil.copytree(source, self.path / name)
         else:
@@ -164,6 +178,14 @@ def fetches(*scripts: Path) -> list[str]:
         for script in scripts
         if script.is_file() and _FETCHES.search(script.read_text(encoding="utf-8", errors="replace"))
     ]
+
+
+def yaml_of(file: Path) -> Any:
+    """A file's content, read within the bounds of task files."""
+    try:
+        return YamlFile(file).content
+    except InvalidArgument as error:
+        raise Refused(str(error)) from None
 
 
 def plain(values: Mapping[str, Any], known: Sequence[str], where: str) -> None:

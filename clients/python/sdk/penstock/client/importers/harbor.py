@@ -104,6 +104,8 @@ def _fill(folder: Folder, source: Path, choices: Choices) -> None:
         ],
         "commands": [command],
         "reward": "file",
+        # There too the tests run in the container that the agent worked in, with what it installed.
+        "fresh_fork": False,
     }
     _put_solution(folder, source, _table(config, "solution"), choices, workdir)
     folder.content["metadata"] = {"format": "harbor", **_table(config, "metadata")}

@@ -25,6 +25,7 @@ _TEST_SECONDS: Final = 1800.0
 _CONDA: Final = "/opt/miniconda3/bin/activate"
 # The environment that images of SWE-bench have, where it is there; else the image's own Python.
 _TEST_COMMAND: Final = f"if [ -f {_CONDA} ]; then . {_CONDA} testbed; fi; python -m pytest"
+_REPOSITORY: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _DIFF: Final = re.compile(r"^diff --git a/(?P<old>.+?) b/(?P<new>.+)$", re.MULTILINE)
 _BUNDLE: Final = ".penstock-repository.bundle"
 
@@ -57,7 +58,7 @@ def _records(source: Path) -> Iterator[Mapping[str, Any]]:
             if text.lstrip().startswith("[")
             else [json.loads(one) for one in text.splitlines() if one.strip()]
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"{source} has no records: {error}", reason="TASK_IMPORT") from None
     for record in found:
         if not isinstance(record, dict):
@@ -148,7 +149,7 @@ def _touched(patch: str) -> tuple[list[str], list[str]]:
     """The files that a patch changes or removes, and those that it makes."""
     changed, new = [], []
     matches = list(_DIFF.finditer(patch))
-    for match, after in zip(matches, [*matches[1:], None], strict=True):
+    for match, after in zip(matches, [*matches[1:], *[None] * bool(matches)], strict=True):
         head = patch[match.end() : after.start() if after else None].partition("\n@@")[0]
         if "\nnew file mode" in head:
             new.append(match["new"])
@@ -188,9 +189,12 @@ def _put_repository(folder: Folder, record: Mapping[str, Any], base: str, choice
     if choices.repositories is None:
         raise Refused("it names no image: give --image-template, or --repositories with a clone")
     repo = _said(record, "repo")
+    if not _REPOSITORY.fullmatch(repo) or {".", ".."} & set(repo.split("/")):
+        raise Refused(f"repo is OWNER/NAME of letters, digits and . _ -, not {repo!r}")
+    home = choices.repositories.resolve()
     names = (repo, repo.replace("/", "__"), repo.rpartition("/")[2])
-    clone = next((path for name in names if (path := choices.repositories / name).is_dir()), None)
-    if clone is None or ".." in Path(repo).parts:
+    clone = next((path for name in names if (path := (home / name).resolve()).is_dir()), None)
+    if clone is None or not clone.is_relative_to(home) or clone == home:
         raise Refused(f"{choices.repositories} has no clone of {repo}")
     with tempfile.TemporaryDirectory(prefix="penstock-import-") as place:
         tree = Path(place) / "tree"

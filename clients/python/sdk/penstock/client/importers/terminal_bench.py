@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from penstock.client.importers.common import (
     GRADER_FOLDER,
     Choices,
@@ -20,6 +18,7 @@ from penstock.client.importers.common import (
     directories,
     fetches,
     manifest,
+    yaml_of,
 )
 from penstock.client.importers.environment import put_environment
 
@@ -38,7 +37,7 @@ def import_all(source: Path, destination: Path, choices: Choices) -> Iterator[Im
 
 
 def _fill(folder: Folder, source: Path, choices: Choices) -> None:
-    config = yaml.safe_load((source / "task.yaml").read_text(encoding="utf-8"))
+    config = yaml_of(source / "task.yaml")
     if not isinstance(config, dict) or not isinstance(config.get("instruction"), str):
         raise Refused("task.yaml has no instruction")
     parser = config.get("parser_name", "pytest")
@@ -78,6 +77,8 @@ def _fill(folder: Folder, source: Path, choices: Choices) -> None:
         ],
         "commands": [command],
         "reward": "file",
+        # There too the tests run in the container that the agent worked in, with what it installed.
+        "fresh_fork": False,
     }
     _put_solution(folder, source, workdir)
     kept = ("difficulty", "category", "tags", "author_name", "author_email")
@@ -114,7 +115,7 @@ def _put_solution(folder: Folder, source: Path, workdir: str) -> None:
     if (source / "solution.sh").is_file():
         folder.copy(source / "solution.sh", "solution.sh")
     elif (source / "solution.yaml").is_file():
-        steps = yaml.safe_load((source / "solution.yaml").read_text(encoding="utf-8")) or []
+        steps = yaml_of(source / "solution.yaml") or []
         if not all(isinstance(step, dict) and step.get("append_enter", True) for step in steps):
             folder.notes.append("solution.yaml presses keys in a terminal; it was left out")
             return
@@ -130,6 +131,6 @@ def _put_solution(folder: Folder, source: Path, workdir: str) -> None:
 def _check_compose(file: Path) -> None:
     if not file.is_file():
         return
-    services = (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("services") or {}
+    services = (yaml_of(file) or {}).get("services") or {}
     if len(services) > 1:
         raise Refused(f"docker-compose.yaml has {len(services)} services: several containers are not supported")

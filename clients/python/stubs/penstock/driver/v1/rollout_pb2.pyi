@@ -318,10 +318,14 @@ class Verifier(_message.Message):
     """Default [0, 1]. A reward outside, or not finite, is a failure of the verifier (R73)."""
     range_max: _builtins.float
     fresh_fork: _builtins.bool
-    """Grade in a fresh fork of the prepared state plus the agent's changes, instead of in the agent's sandbox. Needs a backend
-    that can (capability diff): without it the rollout is refused (CAPABILITY_MISSING) before anything starts. The agent's sandbox
-    is deleted before the fork is made. What is taken over are files, directories and links below `changes_below`, deletions
-    included; links that lead out of them and other kinds of file are left out, which Grading.changes tells.
+    """Grade in a fresh fork of the prepared state plus the agent's changes (true), or in the agent's sandbox (false), where
+    whatever the agent could change there is what grades it. Unset = in a fresh fork where the backend can (capability diff),
+    else in the agent's sandbox; the rollout's spec and Outcome.grading say which. True where the backend cannot is refused
+    (CAPABILITY_MISSING) before anything starts. What is taken over are files, directories and links below `changes_below`,
+    deletions included; links that lead out of them and other kinds of file are left out, which Grading.changes tells. A
+    terminal episode is graded in its own sandbox: true is refused there.
+    In the agent's sandbox a rollout whose agent, not being root, changed the system's programs or settings is not graded, where
+    the backend can tell (GRADING_BLOCKED).
     """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[_sandbox_service_pb2.SeedFile]:
@@ -349,7 +353,7 @@ class Verifier(_message.Message):
     @_builtins.property
     def changes_below(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """With fresh_fork: the directories whose changes are taken over, absolute or relative to the working directory. Empty = the
-        working directory.
+        working directory. Not empty = a fresh fork, and refused with fresh_fork false.
         """
 
     @_builtins.property
@@ -366,21 +370,25 @@ class Verifier(_message.Message):
         range_min: _builtins.float | None = ...,
         range_max: _builtins.float | None = ...,
         command_timeout: _duration_pb2.Duration | None = ...,
-        fresh_fork: _builtins.bool = ...,
+        fresh_fork: _builtins.bool | None = ...,
         restore: _abc.Iterable[_builtins.str] | None = ...,
         changes_below: _abc.Iterable[_builtins.str] | None = ...,
         component_ranges: _abc.Mapping[_builtins.str, Global___RewardRange] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_range_max", b"_range_max", "_range_min", b"_range_min", "command_timeout", b"command_timeout", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "command_timeout", b"command_timeout", "fresh_fork", b"fresh_fork", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_range_max", b"_range_max", "_range_min", b"_range_min", "changes_below", b"changes_below", "command_timeout", b"command_timeout", "commands", b"commands", "component_ranges", b"component_ranges", "files", b"files", "fresh_fork", b"fresh_fork", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "restore", b"restore", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork", "_range_max", b"_range_max", "_range_min", b"_range_min", "changes_below", b"changes_below", "command_timeout", b"command_timeout", "commands", b"commands", "component_ranges", b"component_ranges", "files", b"files", "fresh_fork", b"fresh_fork", "passed_share", b"passed_share", "range_max", b"range_max", "range_min", b"range_min", "restore", b"restore", "reward", b"reward", "reward_file", b"reward_file"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__fresh_fork: _TypeAlias = _typing.Literal["fresh_fork"]  # noqa: Y015
+    _WhichOneofArgType__fresh_fork: _TypeAlias = _typing.Literal["_fresh_fork", b"_fresh_fork"]  # noqa: Y015
     _WhichOneofReturnType__range_max: _TypeAlias = _typing.Literal["range_max"]  # noqa: Y015
     _WhichOneofArgType__range_max: _TypeAlias = _typing.Literal["_range_max", b"_range_max"]  # noqa: Y015
     _WhichOneofReturnType__range_min: _TypeAlias = _typing.Literal["range_min"]  # noqa: Y015
     _WhichOneofArgType__range_min: _TypeAlias = _typing.Literal["_range_min", b"_range_min"]  # noqa: Y015
     _WhichOneofReturnType_reward: _TypeAlias = _typing.Literal["reward_file", "passed_share"]  # noqa: Y015
     _WhichOneofArgType_reward: _TypeAlias = _typing.Literal["reward", b"reward"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__fresh_fork) -> _WhichOneofReturnType__fresh_fork | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__range_max) -> _WhichOneofReturnType__range_max | None: ...
     @_typing.overload

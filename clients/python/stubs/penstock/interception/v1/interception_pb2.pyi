@@ -46,6 +46,32 @@ MODE_INTERCEPTION_GATE: Mode.ValueType  # 3
 """Every call waits for the trainer, who answers it or lets the inference service answer."""
 Global___Mode: _TypeAlias = Mode  # noqa: Y015
 
+class _ControlTokens:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ControlTokensEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ControlTokens.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CONTROL_TOKENS_UNSPECIFIED: _ControlTokens.ValueType  # 0
+    CONTROL_TOKENS_PLAIN: _ControlTokens.ValueType  # 1
+    """As the text that they are: nothing that is said in a conversation opens or closes a turn. Where a template changes
+    texts so that they cannot be told from its own, they are parsed, and Call.normalisations says so.
+    """
+    CONTROL_TOKENS_PARSE: _ControlTokens.ValueType  # 2
+    """As control tokens, as engines commonly do; Call.normalisations says where a conversation had any."""
+
+class ControlTokens(_ControlTokens, metaclass=_ControlTokensEnumTypeWrapper):
+    """How control tokens are read that user texts, tool results, system prompts or definitions of tools spell."""
+
+CONTROL_TOKENS_UNSPECIFIED: ControlTokens.ValueType  # 0
+CONTROL_TOKENS_PLAIN: ControlTokens.ValueType  # 1
+"""As the text that they are: nothing that is said in a conversation opens or closes a turn. Where a template changes
+texts so that they cannot be told from its own, they are parsed, and Call.normalisations says so.
+"""
+CONTROL_TOKENS_PARSE: ControlTokens.ValueType  # 2
+"""As control tokens, as engines commonly do; Call.normalisations says where a conversation had any."""
+Global___ControlTokens: _TypeAlias = ControlTokens  # noqa: Y015
+
 class _TokenScope:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -125,6 +151,17 @@ class ModelSource(_message.Message):
     INFERENCE_FIELD_NUMBER: _builtins.int
     UPSTREAM_FIELD_NUMBER: _builtins.int
     TOKENIZER_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
+    CONTROL_TOKENS_FIELD_NUMBER: _builtins.int
+    tool_call_parser: _builtins.str
+    """The parser that reads tool calls and reasoning, for example "hermes": for templates that do not show which. Empty = the inference
+    service's own, and for a tokenizer what its template shows. Refused (PARSER_UNKNOWN) when there is none of this name, which
+    tells the names, and for an upstream, which reads its own answers (FIELD_INVALID).
+    """
+    control_tokens: Global___ControlTokens.ValueType
+    """How control tokens are read that texts of a conversation spell (R100). Unspecified = plain. Not for an upstream
+    (FIELD_INVALID): it makes its own prompts.
+    """
     @_builtins.property
     def inference(self) -> Global___ModelSource.Inference: ...
     @_builtins.property
@@ -141,10 +178,12 @@ class ModelSource(_message.Message):
         inference: Global___ModelSource.Inference | None = ...,
         upstream: Global___Upstream | None = ...,
         tokenizer: Global___ModelSource.Tokenizer | None = ...,
+        tool_call_parser: _builtins.str = ...,
+        control_tokens: Global___ControlTokens.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inference", b"inference", "source", b"source", "tokenizer", b"tokenizer", "upstream", b"upstream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["inference", b"inference", "source", b"source", "tokenizer", b"tokenizer", "upstream", b"upstream"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_tokens", b"control_tokens", "inference", b"inference", "source", b"source", "tokenizer", b"tokenizer", "tool_call_parser", b"tool_call_parser", "upstream", b"upstream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["inference", "upstream", "tokenizer"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
@@ -188,7 +227,9 @@ class Upstream(_message.Message):
     name: _builtins.str
     """The name of an endpoint that the operator configured, with the operator's key."""
     model: _builtins.str
-    """The model to ask for; empty = as the agent asks."""
+    """The model to ask for, in every mode, whatever the agent names; empty = as the agent asks. MODEL_NOT_ALLOWED where the
+    operator's endpoint has a list and this is not on it; a model that the agent names is held against it, too.
+    """
     @_builtins.property
     def caller(self) -> Global___Upstream.CallerEndpoint:
         """An address of the caller's choice, with the caller's key. Refused (UPSTREAM_NOT_ALLOWED) unless the operator allows

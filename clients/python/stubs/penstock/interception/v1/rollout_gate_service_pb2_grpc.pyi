@@ -41,8 +41,8 @@ class RolloutGateServiceStub:
     """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
     order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
     Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
-    UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED,
-    RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
+    UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
+    TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
     """
     OpenRollout: _grpc.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.OpenRolloutRequest, _rollout_gate_service_pb2.OpenRolloutResponse]
     """Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
@@ -100,8 +100,8 @@ class RolloutGateServiceAsyncStub(RolloutGateServiceStub):
     """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
     order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
     Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
-    UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED,
-    RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
+    UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
+    TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
     """
     OpenRollout: _aio.UnaryUnaryMultiCallable[_rollout_gate_service_pb2.OpenRolloutRequest, _rollout_gate_service_pb2.OpenRolloutResponse]  # type: ignore[assignment]
     """Opens a rollout: from now on its agent may call. Checks that whoever shall answer can be reached, so that a service that
@@ -162,8 +162,8 @@ class RolloutGateServiceServicer(metaclass=_abc_1.ABCMeta):
         """Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
         order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
         Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
-        UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED,
-        RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
+        UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
+        TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
         """
 
     @_abc_1.abstractmethod

@@ -270,7 +270,7 @@ class ReadTreeRequest(_message.Message):
     sandbox_id: _builtins.str
     path: _builtins.str
     max_bytes: _builtins.int
-    """Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) more than this; unset = 1 GiB."""
+    """Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) files of more bytes than this, holes included; unset = 1 GiB. Not negative."""
     def __init__(
         self,
         *,

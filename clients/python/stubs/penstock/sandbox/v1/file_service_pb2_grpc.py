@@ -27,10 +27,16 @@ if _version_not_supported:
 
 class FileServiceStub(object):
     """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user.
+    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
+    everything is done with that user's rights.
+
+    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
+    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
-    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED (DISK_FULL).
+    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
+    (DISK_FULL).
     """
 
     def __init__(self, channel):
@@ -83,10 +89,16 @@ class FileServiceStub(object):
 
 class FileServiceServicer(object):
     """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user.
+    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
+    everything is done with that user's rights.
+
+    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
+    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
-    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED (DISK_FULL).
+    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
+    (DISK_FULL).
     """
 
     def ReadFile(self, request, context):
@@ -106,15 +118,18 @@ class FileServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadTree(self, request, context):
-        """Streams a directory as a tar (POSIX pax).
+        """Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
+        Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+        entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WriteTree(self, request_iterator, context):
-        """Unpacks a tar into a directory. Devices, FIFOs, absolute names, "..", and links that lead out are refused before
-        anything is unpacked.
+        """Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
+        negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
+        TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
         Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -129,7 +144,9 @@ class FileServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """A directory's entries by name.
+        """A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
+        gone; a page may be shorter than asked for.
+        Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,10 +220,16 @@ def add_FileServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class FileService(object):
     """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user.
+    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
+    everything is done with that user's rights.
+
+    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
+    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
-    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED (DISK_FULL).
+    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
+    (DISK_FULL).
     """
 
     @staticmethod

@@ -28,10 +28,16 @@ GRPC_VERSION: str
 
 class FileServiceStub:
     """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user.
+    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
+    everything is done with that user's rights.
+
+    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
+    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
-    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED (DISK_FULL).
+    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
+    (DISK_FULL).
     """
 
     @_typing.overload
@@ -46,16 +52,23 @@ class FileServiceStub:
     Errors: DATA_LOSS (DIGEST_MISMATCH).
     """
     ReadTree: _grpc.UnaryStreamMultiCallable[_file_service_pb2.ReadTreeRequest, _file_service_pb2.ReadTreeResponse]
-    """Streams a directory as a tar (POSIX pax)."""
+    """Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
+    Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+    entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
+    """
     WriteTree: _grpc.StreamUnaryMultiCallable[_file_service_pb2.WriteTreeRequest, _file_service_pb2.WriteTreeResponse]
-    """Unpacks a tar into a directory. Devices, FIFOs, absolute names, "..", and links that lead out are refused before
-    anything is unpacked.
+    """Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
+    negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
+    TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
     Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
     """
     Stat: _grpc.UnaryUnaryMultiCallable[_file_service_pb2.StatRequest, _file_service_pb2.StatResponse]
     """One file's metadata, symbolic links not followed."""
     List: _grpc.UnaryUnaryMultiCallable[_file_service_pb2.ListRequest, _file_service_pb2.ListResponse]
-    """A directory's entries by name."""
+    """A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
+    gone; a page may be shorter than asked for.
+    Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
+    """
     MakeDirectory: _grpc.UnaryUnaryMultiCallable[_file_service_pb2.MakeDirectoryRequest, _file_service_pb2.MakeDirectoryResponse]
     """Creates a directory and its parents. One that exists is a success."""
     Remove: _grpc.UnaryUnaryMultiCallable[_file_service_pb2.RemoveRequest, _file_service_pb2.RemoveResponse]
@@ -66,10 +79,16 @@ class FileServiceStub:
 @_typing.type_check_only
 class FileServiceAsyncStub(FileServiceStub):
     """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user.
+    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
+    everything is done with that user's rights.
+
+    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
+    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
-    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED (DISK_FULL).
+    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
+    (DISK_FULL).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -81,16 +100,23 @@ class FileServiceAsyncStub(FileServiceStub):
     Errors: DATA_LOSS (DIGEST_MISMATCH).
     """
     ReadTree: _aio.UnaryStreamMultiCallable[_file_service_pb2.ReadTreeRequest, _file_service_pb2.ReadTreeResponse]  # type: ignore[assignment]
-    """Streams a directory as a tar (POSIX pax)."""
+    """Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
+    Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+    entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
+    """
     WriteTree: _aio.StreamUnaryMultiCallable[_file_service_pb2.WriteTreeRequest, _file_service_pb2.WriteTreeResponse]  # type: ignore[assignment]
-    """Unpacks a tar into a directory. Devices, FIFOs, absolute names, "..", and links that lead out are refused before
-    anything is unpacked.
+    """Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
+    negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
+    TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
     Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
     """
     Stat: _aio.UnaryUnaryMultiCallable[_file_service_pb2.StatRequest, _file_service_pb2.StatResponse]  # type: ignore[assignment]
     """One file's metadata, symbolic links not followed."""
     List: _aio.UnaryUnaryMultiCallable[_file_service_pb2.ListRequest, _file_service_pb2.ListResponse]  # type: ignore[assignment]
-    """A directory's entries by name."""
+    """A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
+    gone; a page may be shorter than asked for.
+    Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
+    """
     MakeDirectory: _aio.UnaryUnaryMultiCallable[_file_service_pb2.MakeDirectoryRequest, _file_service_pb2.MakeDirectoryResponse]  # type: ignore[assignment]
     """Creates a directory and its parents. One that exists is a success."""
     Remove: _aio.UnaryUnaryMultiCallable[_file_service_pb2.RemoveRequest, _file_service_pb2.RemoveResponse]  # type: ignore[assignment]
@@ -100,10 +126,16 @@ class FileServiceAsyncStub(FileServiceStub):
 
 class FileServiceServicer(metaclass=_abc_1.ABCMeta):
     """Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
-    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user.
+    and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
+    everything is done with that user's rights.
+
+    Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
+    sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
+    (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
 
     Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
-    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED (DISK_FULL).
+    (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
+    (DISK_FULL).
     """
 
     @_abc_1.abstractmethod
@@ -131,7 +163,10 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _file_service_pb2.ReadTreeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_file_service_pb2.ReadTreeResponse], _abc.AsyncIterator[_file_service_pb2.ReadTreeResponse]]:
-        """Streams a directory as a tar (POSIX pax)."""
+        """Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
+        Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+        entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
+        """
 
     @_abc_1.abstractmethod
     def WriteTree(
@@ -139,8 +174,9 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_file_service_pb2.WriteTreeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_file_service_pb2.WriteTreeResponse, _abc.Awaitable[_file_service_pb2.WriteTreeResponse]]:
-        """Unpacks a tar into a directory. Devices, FIFOs, absolute names, "..", and links that lead out are refused before
-        anything is unpacked.
+        """Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
+        negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
+        TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
         Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
         """
 
@@ -158,7 +194,10 @@ class FileServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _file_service_pb2.ListRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_file_service_pb2.ListResponse, _abc.Awaitable[_file_service_pb2.ListResponse]]:
-        """A directory's entries by name."""
+        """A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
+        gone; a page may be shorter than asked for.
+        Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
+        """
 
     @_abc_1.abstractmethod
     def MakeDirectory(

@@ -240,6 +240,7 @@ class Exit(_message.Message):
     END_TIME_FIELD_NUMBER: _builtins.int
     STDOUT_BYTES_FIELD_NUMBER: _builtins.int
     STDERR_BYTES_FIELD_NUMBER: _builtins.int
+    ENDED_INSIDE_FIELD_NUMBER: _builtins.int
     reason: Global___ExitReason.ValueType
     code: _builtins.int
     """0 to 255."""
@@ -256,6 +257,8 @@ class Exit(_message.Message):
     stdout_bytes: _builtins.int
     """Bytes written by the process in all, kept or not."""
     stderr_bytes: _builtins.int
+    ended_inside: _builtins.bool
+    """With SANDBOX_LOST: the sandbox was ended from within, by what ran in it. False where that is not known."""
     @_builtins.property
     def duration(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -278,10 +281,11 @@ class Exit(_message.Message):
         end_time: _timestamp_pb2.Timestamp | None = ...,
         stdout_bytes: _builtins.int = ...,
         stderr_bytes: _builtins.int = ...,
+        ended_inside: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_rss_bytes", b"_max_rss_bytes", "code", b"code", "cpu_time", b"cpu_time", "duration", b"duration", "end_time", b"end_time", "max_rss_bytes", b"max_rss_bytes", "signal", b"signal", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_rss_bytes", b"_max_rss_bytes", "code", b"code", "cpu_time", b"cpu_time", "duration", b"duration", "end_time", b"end_time", "max_rss_bytes", b"max_rss_bytes", "message", b"message", "pipes_open", b"pipes_open", "reason", b"reason", "signal", b"signal", "status", b"status", "stderr_bytes", b"stderr_bytes", "stderr_truncated", b"stderr_truncated", "stdout_bytes", b"stdout_bytes", "stdout_truncated", b"stdout_truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_rss_bytes", b"_max_rss_bytes", "code", b"code", "cpu_time", b"cpu_time", "duration", b"duration", "end_time", b"end_time", "ended_inside", b"ended_inside", "max_rss_bytes", b"max_rss_bytes", "message", b"message", "pipes_open", b"pipes_open", "reason", b"reason", "signal", b"signal", "status", b"status", "stderr_bytes", b"stderr_bytes", "stderr_truncated", b"stderr_truncated", "stdout_bytes", b"stdout_bytes", "stdout_truncated", b"stdout_truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_rss_bytes: _TypeAlias = _typing.Literal["max_rss_bytes"]  # noqa: Y015
     _WhichOneofArgType__max_rss_bytes: _TypeAlias = _typing.Literal["_max_rss_bytes", b"_max_rss_bytes"]  # noqa: Y015
@@ -717,17 +721,21 @@ class KillProcessRequest(_message.Message):
 
     SANDBOX_ID_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
+    EVERYTHING_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     process_id: _builtins.str
+    everything: _builtins.bool
+    """Every other process in the sandbox is killed as well, whoever started it, so that nothing runs when the call answers."""
     def __init__(
         self,
         *,
         sandbox_id: _builtins.str = ...,
         process_id: _builtins.str = ...,
+        everything: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["process_id", b"process_id", "sandbox_id", b"sandbox_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["everything", b"everything", "process_id", b"process_id", "sandbox_id", b"sandbox_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -135,6 +135,7 @@ class ProcessServiceServicer(object):
     def KillProcess(self, request, context):
         """Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
         exit reason is KILLED. Idempotent.
+        Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

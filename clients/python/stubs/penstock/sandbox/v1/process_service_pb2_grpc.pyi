@@ -57,6 +57,7 @@ class ProcessServiceStub:
     KillProcess: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.KillProcessRequest, _process_service_pb2.KillProcessResponse]
     """Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
     exit reason is KILLED. Idempotent.
+    Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
     """
     ResizePty: _grpc.UnaryUnaryMultiCallable[_process_service_pb2.ResizePtyRequest, _process_service_pb2.ResizePtyResponse]
     """Errors: FAILED_PRECONDITION (NOT_A_PTY)."""
@@ -100,6 +101,7 @@ class ProcessServiceAsyncStub(ProcessServiceStub):
     KillProcess: _aio.UnaryUnaryMultiCallable[_process_service_pb2.KillProcessRequest, _process_service_pb2.KillProcessResponse]  # type: ignore[assignment]
     """Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
     exit reason is KILLED. Idempotent.
+    Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
     """
     ResizePty: _aio.UnaryUnaryMultiCallable[_process_service_pb2.ResizePtyRequest, _process_service_pb2.ResizePtyResponse]  # type: ignore[assignment]
     """Errors: FAILED_PRECONDITION (NOT_A_PTY)."""
@@ -170,6 +172,7 @@ class ProcessServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_process_service_pb2.KillProcessResponse, _abc.Awaitable[_process_service_pb2.KillProcessResponse]]:
         """Kills the process and everything that descends from it, daemons included, and answers when all of it is dead. The
         exit reason is KILLED. Idempotent.
+        Errors: INTERNAL (KILL_FAILED): not all of it could be killed.
         """
 
     @_abc_1.abstractmethod

@@ -454,6 +454,7 @@ class Sandbox(_message.Message):
     HOME_FIELD_NUMBER: _builtins.int
     WORKDIR_FIELD_NUMBER: _builtins.int
     LOST_REASON_FIELD_NUMBER: _builtins.int
+    ENDED_INSIDE_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
     state: Global___SandboxState.ValueType
     home: _builtins.str
@@ -461,6 +462,10 @@ class Sandbox(_message.Message):
     workdir: _builtins.str
     lost_reason: _builtins.str
     """Why it is LOST; a stable UPPER_SNAKE reason."""
+    ended_inside: _builtins.bool
+    """With LOST: it was ended from within, by what ran in it. False where that is not known. Calls that are refused with
+    SANDBOX_LOST then have `ended_inside` = "true" in their metadata.
+    """
     @_builtins.property
     def spec(self) -> Global___SandboxSpec:
         """As applied, defaults filled in."""
@@ -482,10 +487,11 @@ class Sandbox(_message.Message):
         home: _builtins.str = ...,
         workdir: _builtins.str = ...,
         lost_reason: _builtins.str = ...,
+        ended_inside: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time", "home", b"home", "lost_reason", b"lost_reason", "sandbox_id", b"sandbox_id", "spec", b"spec", "state", b"state", "workdir", b"workdir"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "ended_inside", b"ended_inside", "expire_time", b"expire_time", "home", b"home", "lost_reason", b"lost_reason", "sandbox_id", b"sandbox_id", "spec", b"spec", "state", b"state", "workdir", b"workdir"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -544,6 +550,7 @@ class Capabilities(_message.Message):
     LIVE_FORK_FIELD_NUMBER: _builtins.int
     OPEN_EGRESS_FIELD_NUMBER: _builtins.int
     OWN_KERNEL_FIELD_NUMBER: _builtins.int
+    SYSTEM_READ_ONLY_FIELD_NUMBER: _builtins.int
     fork: Global___ForkKind.ValueType
     pty: _builtins.bool
     stdin_stream: _builtins.bool
@@ -568,6 +575,10 @@ class Capabilities(_message.Message):
     """Whether what runs inside calls a kernel of the sandbox's own instead of the one that the backend's machine and other sandboxes
     run on (gVisor, a virtual machine), as this service has seen for itself. False where it cannot tell.
     """
+    system_read_only: _builtins.bool
+    """Whether nothing that was in the sandbox before its user (system programs and libraries, /etc, the devices, toolboxes)
+    can be changed, removed or replaced by anything that runs in it.
+    """
     @_builtins.property
     def networks(self) -> _containers.RepeatedScalarFieldContainer[Global___NetworkKind.ValueType]: ...
     def __init__(
@@ -589,10 +600,11 @@ class Capabilities(_message.Message):
         live_fork: _builtins.bool = ...,
         open_egress: _builtins.bool = ...,
         own_kernel: _builtins.bool = ...,
+        system_read_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "own_kernel", b"own_kernel", "pause", b"pause", "pty", b"pty", "root", b"root", "stdin_stream", b"stdin_stream", "toolboxes", b"toolboxes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "own_kernel", b"own_kernel", "pause", b"pause", "pty", b"pty", "root", b"root", "stdin_stream", b"stdin_stream", "system_read_only", b"system_read_only", "toolboxes", b"toolboxes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1228,7 +1228,12 @@ class DiffSandboxRequest(_message.Message):
 
     SANDBOX_ID_FIELD_NUMBER: _builtins.int
     BELOW_FIELD_NUMBER: _builtins.int
+    MAX_BYTES_FIELD_NUMBER: _builtins.int
     sandbox_id: _builtins.str
+    max_bytes: _builtins.int
+    """Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) a tar of more bytes than this, and so a file that is larger before any of it
+    is read, holes included; unset = 1 GiB. Not negative.
+    """
     @_builtins.property
     def below(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Only what is at or below these absolute paths. Empty = everything."""
@@ -1238,12 +1243,15 @@ class DiffSandboxRequest(_message.Message):
         *,
         sandbox_id: _builtins.str = ...,
         below: _abc.Iterable[_builtins.str] | None = ...,
+        max_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes", "max_bytes", b"max_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["below", b"below", "sandbox_id", b"sandbox_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes", "below", b"below", "max_bytes", b"max_bytes", "sandbox_id", b"sandbox_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_bytes: _TypeAlias = _typing.Literal["max_bytes"]  # noqa: Y015
+    _WhichOneofArgType__max_bytes: _TypeAlias = _typing.Literal["_max_bytes", b"_max_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_bytes) -> _WhichOneofReturnType__max_bytes | None: ...
 
 Global___DiffSandboxRequest: _TypeAlias = DiffSandboxRequest  # noqa: Y015
 

@@ -131,8 +131,9 @@ class SandboxServiceStub:
     """
     DiffSandbox: _grpc.UnaryStreamMultiCallable[_sandbox_service_pb2.DiffSandboxRequest, _sandbox_service_pb2.DiffSandboxResponse]
     """The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
-    in the last message).
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
+    in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
+    (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries).
     """
 
 @_typing.type_check_only
@@ -238,8 +239,9 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """
     DiffSandbox: _aio.UnaryStreamMultiCallable[_sandbox_service_pb2.DiffSandboxRequest, _sandbox_service_pb2.DiffSandboxResponse]  # type: ignore[assignment]
     """The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
-    in the last message).
-    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
+    in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
+    Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
+    (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries).
     """
 
 class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -462,8 +464,9 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_sandbox_service_pb2.DiffSandboxResponse], _abc.AsyncIterator[_sandbox_service_pb2.DiffSandboxResponse]]:
         """The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
-        in the last message).
-        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING), NOT_FOUND (SANDBOX_UNKNOWN).
+        in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
+        Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
+        (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries).
         """
 
 def add_SandboxServiceServicer_to_server(servicer: SandboxServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

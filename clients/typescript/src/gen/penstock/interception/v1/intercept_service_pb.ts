@@ -1484,7 +1484,8 @@ export type RegisterToolsRequest = Message<"penstock.interception.v1.RegisterToo
   /**
    * At most 64. Names: a letter, then letters, digits, _ and -, 48 at most; unique. Descriptions: at most 16 KiB. Schemas: at most
    * 64 KiB, JSON Schema (2020-12 unless $schema says otherwise) of an object, references within it only, patterns as RE2 has
-   * them; empty = an object of whatever content. `strict` has no effect: arguments are always checked.
+   * them; empty = an object of whatever content. `strict` has no effect: arguments are always checked. Not offered:
+   * patternProperties, unevaluatedItems, unevaluatedProperties, and what takes too many steps to check.
    *
    * @generated from field: repeated penstock.chat.v1.Tool tools = 3;
    */

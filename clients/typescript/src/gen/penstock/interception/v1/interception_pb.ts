@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/interception/v1/interception.proto.
  */
 export const file_penstock_interception_v1_interception: GenFile = /*@__PURE__*/
-  fileDesc("CitwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0aW9uLnByb3RvEhhwZW5zdG9jay5pbnRlcmNlcHRpb24udjEiogIKC01vZGVsU291cmNlEkQKCWluZmVyZW5jZRgBIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5JbmZlcmVuY2VIABI2Cgh1cHN0cmVhbRgCIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5VcHN0cmVhbUgAEkQKCXRva2VuaXplchgDIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5Ub2tlbml6ZXJIABoqCglJbmZlcmVuY2USDAoEbmFtZRgBIAEoCRIPCgdhZGFwdGVyGAIgASgJGhkKCVRva2VuaXplchIMCgRuYW1lGAEgASgJQggKBnNvdXJjZSKvAQoIVXBzdHJlYW0SDgoEbmFtZRgBIAEoCUgAEkMKBmNhbGxlchgCIAEoCzIxLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5VcHN0cmVhbS5DYWxsZXJFbmRwb2ludEgAEg0KBW1vZGVsGAMgASgJGjMKDkNhbGxlckVuZHBvaW50EhAKCGJhc2VfdXJsGAEgASgJEg8KB2FwaV9rZXkYAiABKAlCCgoIZW5kcG9pbnQi1QQKB0J1ZGdldHMSFgoJbWF4X2NhbGxzGAEgASgFSACIAQESIgoVbWF4X2NvbXBsZXRpb25fdG9rZW5zGAIgASgDSAGIAQESHQoQbWF4X3RvdGFsX3Rva2VucxgDIAEoA0gCiAEBEiAKE21heF90b2tlbnNfcGVyX2NhbGwYBCABKAVIA4gBARIvCgxjYWxsX3RpbWVvdXQYBSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLAoJd2FsbF90aW1lGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhsKDm1heF90b29sX2NhbGxzGAcgASgFSASIAQESHgoRbWF4X3Byb21wdF90b2tlbnMYCCABKANIBYgBARIeChFtYXhfcmVxdWVzdF9ieXRlcxgJIAEoA0gGiAEBEicKGm1heF9yZXF1ZXN0X2J5dGVzX3Blcl9jYWxsGAogASgFSAeIAQESNQoJY2FsbF9yYXRlGAsgASgLMiIucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxSYXRlQgwKCl9tYXhfY2FsbHNCGAoWX21heF9jb21wbGV0aW9uX3Rva2Vuc0ITChFfbWF4X3RvdGFsX3Rva2Vuc0IWChRfbWF4X3Rva2Vuc19wZXJfY2FsbEIRCg9fbWF4X3Rvb2xfY2FsbHNCFAoSX21heF9wcm9tcHRfdG9rZW5zQhQKEl9tYXhfcmVxdWVzdF9ieXRlc0IdChtfbWF4X3JlcXVlc3RfYnl0ZXNfcGVyX2NhbGwi9QIKClJ1bkJ1ZGdldHMSFgoJbWF4X2NhbGxzGAEgASgFSACIAQESHgoRbWF4X3Byb21wdF90b2tlbnMYAiABKANIAYgBARIiChVtYXhfY29tcGxldGlvbl90b2tlbnMYAyABKANIAogBARIdChBtYXhfdG90YWxfdG9rZW5zGAQgASgDSAOIAQESHgoRbWF4X3JlcXVlc3RfYnl0ZXMYBSABKANIBIgBARIsCgl3YWxsX3RpbWUYBiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SNQoJY2FsbF9yYXRlGAcgASgLMiIucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNhbGxSYXRlQgwKCl9tYXhfY2FsbHNCFAoSX21heF9wcm9tcHRfdG9rZW5zQhgKFl9tYXhfY29tcGxldGlvbl90b2tlbnNCEwoRX21heF90b3RhbF90b2tlbnNCFAoSX21heF9yZXF1ZXN0X2J5dGVzImIKCENhbGxSYXRlEg0KBWNhbGxzGAEgASgFEikKBnBlcmlvZBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhISCgVidXJzdBgDIAEoBUgAiAEBQggKBl9idXJzdCJqCgpUb2tlblRlcm1zEjQKBnNjb3BlcxgBIAMoDjIkLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Ub2tlblNjb3BlEiYKA3R0bBgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJxChdQb2xpY3lWZXJzaW9uQ29uc3RyYWludBIYCgttaW5fdmVyc2lvbhgBIAEoA0gAiAEBEhoKDW1heF9zdGFsZW5lc3MYAiABKANIAYgBAUIOCgxfbWluX3ZlcnNpb25CEAoOX21heF9zdGFsZW5lc3MihQEKCUNhbGxIaW50cxIcChR0aXRsZV9zeXN0ZW1fcHJvbXB0cxgBIAMoCRIhChljb21wYWN0aW9uX3N5c3RlbV9wcm9tcHRzGAIgAygJEhcKD3Nlc3Npb25faGVhZGVycxgDIAMoCRIeChZ2b2xhdGlsZV9saW5lX3BhdHRlcm5zGAQgAygJKmgKBE1vZGUSFAoQTU9ERV9VTlNQRUNJRklFRBAAEhIKDk1PREVfQkxBQ0tfQk9YEAESGgoWTU9ERV9UUkFOU1BBUkVOVF9QUk9YWRACEhoKFk1PREVfSU5URVJDRVBUSU9OX0dBVEUQAypzCgpUb2tlblNjb3BlEhsKF1RPS0VOX1NDT1BFX1VOU1BFQ0lGSUVEEAASGwoXVE9LRU5fU0NPUEVfQ09NUExFVElPTlMQARIUChBUT0tFTl9TQ09QRV9SRUFEEAISFQoRVE9LRU5fU0NPUEVfVE9PTFMQA2IGcHJvdG8z", [file_google_protobuf_duration]);
+  fileDesc("CitwZW5zdG9jay9pbnRlcmNlcHRpb24vdjEvaW50ZXJjZXB0aW9uLnByb3RvEhhwZW5zdG9jay5pbnRlcmNlcHRpb24udjEi/QIKC01vZGVsU291cmNlEkQKCWluZmVyZW5jZRgBIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5JbmZlcmVuY2VIABI2Cgh1cHN0cmVhbRgCIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5VcHN0cmVhbUgAEkQKCXRva2VuaXplchgDIAEoCzIvLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5Nb2RlbFNvdXJjZS5Ub2tlbml6ZXJIABIYChB0b29sX2NhbGxfcGFyc2VyGAQgASgJEj8KDmNvbnRyb2xfdG9rZW5zGAUgASgOMicucGVuc3RvY2suaW50ZXJjZXB0aW9uLnYxLkNvbnRyb2xUb2tlbnMaKgoJSW5mZXJlbmNlEgwKBG5hbWUYASABKAkSDwoHYWRhcHRlchgCIAEoCRoZCglUb2tlbml6ZXISDAoEbmFtZRgBIAEoCUIICgZzb3VyY2UirwEKCFVwc3RyZWFtEg4KBG5hbWUYASABKAlIABJDCgZjYWxsZXIYAiABKAsyMS5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVXBzdHJlYW0uQ2FsbGVyRW5kcG9pbnRIABINCgVtb2RlbBgDIAEoCRozCg5DYWxsZXJFbmRwb2ludBIQCghiYXNlX3VybBgBIAEoCRIPCgdhcGlfa2V5GAIgASgJQgoKCGVuZHBvaW50ItUECgdCdWRnZXRzEhYKCW1heF9jYWxscxgBIAEoBUgAiAEBEiIKFW1heF9jb21wbGV0aW9uX3Rva2VucxgCIAEoA0gBiAEBEh0KEG1heF90b3RhbF90b2tlbnMYAyABKANIAogBARIgChNtYXhfdG9rZW5zX3Blcl9jYWxsGAQgASgFSAOIAQESLwoMY2FsbF90aW1lb3V0GAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiwKCXdhbGxfdGltZRgGIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIbCg5tYXhfdG9vbF9jYWxscxgHIAEoBUgEiAEBEh4KEW1heF9wcm9tcHRfdG9rZW5zGAggASgDSAWIAQESHgoRbWF4X3JlcXVlc3RfYnl0ZXMYCSABKANIBogBARInChptYXhfcmVxdWVzdF9ieXRlc19wZXJfY2FsbBgKIAEoBUgHiAEBEjUKCWNhbGxfcmF0ZRgLIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmF0ZUIMCgpfbWF4X2NhbGxzQhgKFl9tYXhfY29tcGxldGlvbl90b2tlbnNCEwoRX21heF90b3RhbF90b2tlbnNCFgoUX21heF90b2tlbnNfcGVyX2NhbGxCEQoPX21heF90b29sX2NhbGxzQhQKEl9tYXhfcHJvbXB0X3Rva2Vuc0IUChJfbWF4X3JlcXVlc3RfYnl0ZXNCHQobX21heF9yZXF1ZXN0X2J5dGVzX3Blcl9jYWxsIvUCCgpSdW5CdWRnZXRzEhYKCW1heF9jYWxscxgBIAEoBUgAiAEBEh4KEW1heF9wcm9tcHRfdG9rZW5zGAIgASgDSAGIAQESIgoVbWF4X2NvbXBsZXRpb25fdG9rZW5zGAMgASgDSAKIAQESHQoQbWF4X3RvdGFsX3Rva2VucxgEIAEoA0gDiAEBEh4KEW1heF9yZXF1ZXN0X2J5dGVzGAUgASgDSASIAQESLAoJd2FsbF90aW1lGAYgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjUKCWNhbGxfcmF0ZRgHIAEoCzIiLnBlbnN0b2NrLmludGVyY2VwdGlvbi52MS5DYWxsUmF0ZUIMCgpfbWF4X2NhbGxzQhQKEl9tYXhfcHJvbXB0X3Rva2Vuc0IYChZfbWF4X2NvbXBsZXRpb25fdG9rZW5zQhMKEV9tYXhfdG90YWxfdG9rZW5zQhQKEl9tYXhfcmVxdWVzdF9ieXRlcyJiCghDYWxsUmF0ZRINCgVjYWxscxgBIAEoBRIpCgZwZXJpb2QYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SEgoFYnVyc3QYAyABKAVIAIgBAUIICgZfYnVyc3QiagoKVG9rZW5UZXJtcxI0CgZzY29wZXMYASADKA4yJC5wZW5zdG9jay5pbnRlcmNlcHRpb24udjEuVG9rZW5TY29wZRImCgN0dGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24icQoXUG9saWN5VmVyc2lvbkNvbnN0cmFpbnQSGAoLbWluX3ZlcnNpb24YASABKANIAIgBARIaCg1tYXhfc3RhbGVuZXNzGAIgASgDSAGIAQFCDgoMX21pbl92ZXJzaW9uQhAKDl9tYXhfc3RhbGVuZXNzIoUBCglDYWxsSGludHMSHAoUdGl0bGVfc3lzdGVtX3Byb21wdHMYASADKAkSIQoZY29tcGFjdGlvbl9zeXN0ZW1fcHJvbXB0cxgCIAMoCRIXCg9zZXNzaW9uX2hlYWRlcnMYAyADKAkSHgoWdm9sYXRpbGVfbGluZV9wYXR0ZXJucxgEIAMoCSpoCgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABISCg5NT0RFX0JMQUNLX0JPWBABEhoKFk1PREVfVFJBTlNQQVJFTlRfUFJPWFkQAhIaChZNT0RFX0lOVEVSQ0VQVElPTl9HQVRFEAMqYwoNQ29udHJvbFRva2VucxIeChpDT05UUk9MX1RPS0VOU19VTlNQRUNJRklFRBAAEhgKFENPTlRST0xfVE9LRU5TX1BMQUlOEAESGAoUQ09OVFJPTF9UT0tFTlNfUEFSU0UQAipzCgpUb2tlblNjb3BlEhsKF1RPS0VOX1NDT1BFX1VOU1BFQ0lGSUVEEAASGwoXVE9LRU5fU0NPUEVfQ09NUExFVElPTlMQARIUChBUT0tFTl9TQ09QRV9SRUFEEAISFQoRVE9LRU5fU0NPUEVfVE9PTFMQA2IGcHJvdG8z", [file_google_protobuf_duration]);
 
 /**
  * Who answers where the trainer does not, and whose tokenizer makes the prompts.
@@ -47,6 +47,23 @@ export type ModelSource = Message<"penstock.interception.v1.ModelSource"> & {
     value: ModelSource_Tokenizer;
     case: "tokenizer";
   } | { case: undefined; value?: undefined };
+
+  /**
+   * The parser that reads tool calls and reasoning, for example "hermes": for templates that do not show which. Empty = the inference
+   * service's own, and for a tokenizer what its template shows. Refused (PARSER_UNKNOWN) when there is none of this name, which
+   * tells the names, and for an upstream, which reads its own answers (FIELD_INVALID).
+   *
+   * @generated from field: string tool_call_parser = 4;
+   */
+  toolCallParser: string;
+
+  /**
+   * How control tokens are read that texts of a conversation spell (R100). Unspecified = plain. Not for an upstream
+   * (FIELD_INVALID): it makes its own prompts.
+   *
+   * @generated from field: penstock.interception.v1.ControlTokens control_tokens = 5;
+   */
+  controlTokens: ControlTokens;
 };
 
 /**
@@ -134,7 +151,8 @@ export type Upstream = Message<"penstock.interception.v1.Upstream"> & {
   } | { case: undefined; value?: undefined };
 
   /**
-   * The model to ask for; empty = as the agent asks.
+   * The model to ask for, in every mode, whatever the agent names; empty = as the agent asks. MODEL_NOT_ALLOWED where the
+   * operator's endpoint has a list and this is not on it; a model that the agent names is held against it, too.
    *
    * @generated from field: string model = 3;
    */
@@ -498,6 +516,39 @@ export const ModeSchema: GenEnum<Mode> = /*@__PURE__*/
   enumDesc(file_penstock_interception_v1_interception, 0);
 
 /**
+ * How control tokens are read that user texts, tool results, system prompts or definitions of tools spell.
+ *
+ * @generated from enum penstock.interception.v1.ControlTokens
+ */
+export enum ControlTokens {
+  /**
+   * @generated from enum value: CONTROL_TOKENS_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * As the text that they are: nothing that is said in a conversation opens or closes a turn. Where a template changes
+   * texts so that they cannot be told from its own, they are parsed, and Call.normalisations says so.
+   *
+   * @generated from enum value: CONTROL_TOKENS_PLAIN = 1;
+   */
+  PLAIN = 1,
+
+  /**
+   * As control tokens, as engines commonly do; Call.normalisations says where a conversation had any.
+   *
+   * @generated from enum value: CONTROL_TOKENS_PARSE = 2;
+   */
+  PARSE = 2,
+}
+
+/**
+ * Describes the enum penstock.interception.v1.ControlTokens.
+ */
+export const ControlTokensSchema: GenEnum<ControlTokens> = /*@__PURE__*/
+  enumDesc(file_penstock_interception_v1_interception, 1);
+
+/**
  * What the holder of a rollout's token may do at the ingress.
  *
  * @generated from enum penstock.interception.v1.TokenScope
@@ -534,5 +585,5 @@ export enum TokenScope {
  * Describes the enum penstock.interception.v1.TokenScope.
  */
 export const TokenScopeSchema: GenEnum<TokenScope> = /*@__PURE__*/
-  enumDesc(file_penstock_interception_v1_interception, 1);
+  enumDesc(file_penstock_interception_v1_interception, 2);
 

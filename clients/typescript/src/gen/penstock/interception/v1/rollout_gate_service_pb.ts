@@ -1285,8 +1285,8 @@ export const RolloutGateService: GenService<{
    * Sees that whoever shall answer can be reached and can be used in this mode, and opens nothing: for those who refuse an
    * order before anything starts (R27). The answer may be 2 s old: rollouts that are opened together share one look.
    * Errors: UNAVAILABLE (INFERENCE_UNREACHABLE, UPSTREAM_UNREACHABLE), FAILED_PRECONDITION (UPSTREAM_NOT_ALLOWED,
-   * UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE, TEMPLATE_UNSUPPORTED,
-   * RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
+   * UPSTREAM_UNKNOWN, UPSTREAM_KEY_REFUSED, MODEL_NOT_ALLOWED, INFERENCE_UNKNOWN, TOKENIZER_UNKNOWN, SOURCE_UNSUITABLE,
+   * TEMPLATE_UNSUPPORTED, RUN_BUDGETS_DIFFER), RESOURCE_EXHAUSTED (BUDGET_EXHAUSTED, the run's).
    *
    * @generated from rpc penstock.interception.v1.RolloutGateService.CheckSource
    */

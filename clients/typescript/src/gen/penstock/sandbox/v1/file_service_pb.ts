@@ -284,7 +284,7 @@ export type ReadTreeRequest = Message<"penstock.sandbox.v1.ReadTreeRequest"> & {
   path: string;
 
   /**
-   * Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) more than this; unset = 1 GiB.
+   * Refuse (RESOURCE_EXHAUSTED, TREE_TOO_LARGE) files of more bytes than this, holes included; unset = 1 GiB. Not negative.
    *
    * @generated from field: optional int64 max_bytes = 3;
    */
@@ -685,10 +685,16 @@ export const FileKindSchema: GenEnum<FileKind> = /*@__PURE__*/
 
 /**
  * Files in sandboxes. Paths are absolute or relative to the sandbox's working directory, in the sandbox's own view; no path,
- * and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user.
+ * and no symbolic link in it, leads out of the sandbox. Content is bytes. What is written belongs to the sandbox's user, and
+ * everything is done with that user's rights.
+ *
+ * Symbolic links in the directories of a path are followed by what only looks (ReadFile, ReadTree, Stat, List), inside the
+ * sandbox, and by nothing that changes something (WriteFile, WriteTree, MakeDirectory, Remove): FAILED_PRECONDITION
+ * (SYMLINK_IN_PATH). Only regular files are opened; pipes, sockets and devices are not (NOT_A_FILE).
  *
  * Errors common to all RPCs: those of SandboxService, NOT_FOUND (SANDBOX_UNKNOWN, FILE_NOT_FOUND), FAILED_PRECONDITION
- * (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED (DISK_FULL).
+ * (SANDBOX_LOST, NOT_A_FILE, NOT_A_DIRECTORY, FILE_UNREADABLE), PERMISSION_DENIED (FILE_PERMISSION), RESOURCE_EXHAUSTED
+ * (DISK_FULL).
  *
  * @generated from service penstock.sandbox.v1.FileService
  */
@@ -716,7 +722,9 @@ export const FileService: GenService<{
     output: typeof WriteFileResponseSchema;
   },
   /**
-   * Streams a directory as a tar (POSIX pax).
+   * Streams a directory as a tar (POSIX pax). A file that grows meanwhile comes as long as it was when its turn came.
+   * Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, told before what is too much is read, or 500,000
+   * entries), FAILED_PRECONDITION (FILE_REPLACED: a file became shorter meanwhile).
    *
    * @generated from rpc penstock.sandbox.v1.FileService.ReadTree
    */
@@ -726,8 +734,9 @@ export const FileService: GenService<{
     output: typeof ReadTreeResponseSchema;
   },
   /**
-   * Unpacks a tar into a directory. Devices, FIFOs, absolute names, "..", and links that lead out are refused before
-   * anything is unpacked.
+   * Unpacks a tar into a directory. Devices, FIFOs, files with holes (GNU sparse), absolute names, "..", links that lead out,
+   * negative sizes and headers of more than 256 KiB are refused before anything is unpacked; so are (RESOURCE_EXHAUSTED,
+   * TREE_TOO_LARGE) more than 8 GiB or 500,000 entries.
    * Errors: INVALID_ARGUMENT (TAR_MEMBER_REFUSED), DATA_LOSS (DIGEST_MISMATCH).
    *
    * @generated from rpc penstock.sandbox.v1.FileService.WriteTree
@@ -748,7 +757,9 @@ export const FileService: GenService<{
     output: typeof StatResponseSchema;
   },
   /**
-   * A directory's entries by name.
+   * A directory's entries by name. A directory is read once for all its pages, and they tell what it held then, less what has
+   * gone; a page may be shorter than asked for.
+   * Errors: RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than 1,000,000 entries).
    *
    * @generated from rpc penstock.sandbox.v1.FileService.List
    */

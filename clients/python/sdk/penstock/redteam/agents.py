@@ -1,0 +1,92 @@
+"""The agent that an attack is: its program in a spec like any other agent's."""
+
+import base64
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from penstock.client.connection import Penstock
+from penstock.client.tasks import AgentChoice
+from penstock.driver.v1 import agent_pb2
+from penstock.redteam.attack import Attack, text_of
+from penstock.trajectory.v1 import trajectory_pb2
+
+_PLACE: Final = ".penstock-redteam"
+_COMPILE_S: Final = 30.0
+_FLAGS: Final = (
+    "-O1", "-static", "-nostdlib", "-ffreestanding", "-fno-stack-protector", "-fno-pie", "-no-pie", "-s", "-w",
+    "-fno-builtin", "-Wl,-z,noseparate-code", "-Wl,--build-id=none",
+)  # fmt: skip
+
+
+class NoCompiler(Exception):
+    """This machine cannot make the program of an attack that is written in C."""
+
+
+async def registered(ps: Penstock, spec: agent_pb2.AgentSpec) -> AgentChoice:
+    """An agent for rollouts of one's own: known by its hash, off the list again before this returns."""
+    agent = await ps.agents.register(spec)
+    await ps.agents.delete(agent.name)
+    return AgentChoice(name=agent.name, spec_sha256=agent.spec_sha256)
+
+
+def spec_of(attack: Attack) -> agent_pb2.AgentSpec:
+    """The spec of an attack's agent. Raises NoCompiler; takes as long as a compiler where the program is in C."""
+    prelude = text_of("programs/prelude.sh")
+    if attack.sh is not None:
+        return agent(attack.name, attack.tries, prelude + attack.sh)
+    if attack.python is not None:
+        start = "need python3\nexec python3 -I $place/attack.py\n"
+        program = text_of("programs/prelude.py.in") + attack.python
+        return agent(attack.name, attack.tries, prelude + start, {"attack.py": program})
+    assert attack.c is not None
+    start = (
+        '[ "$(uname -m)" = x86_64 ] || inapplicable "the program is for x86-64"\n'
+        "need base64\nprogram=$PWD/.attack\nbase64 -d $place/attack.b64 >$program && chmod 755 $program\n"
+    )
+    encoded = base64.encodebytes(_compiled(attack.c)).decode()
+    return agent(attack.name, attack.tries, prelude + start + attack.then, {"attack.b64": encoded})
+
+
+def agent(name: str, tries: str, script: str, files: dict[str, str] | None = None) -> agent_pb2.AgentSpec:
+    """An agent that runs a shell script, in a home with more files beside it."""
+    texts = {"start.sh": script, "endpoint": "{{base_url}}\n", "key": "{{api_key}}", **(files or {})}
+    return agent_pb2.AgentSpec(
+        name=f"redteam-{name}",
+        description=tries,
+        version="1",
+        argv=["sh", "{{home}}/" + f"{_PLACE}/start.sh"],
+        instruction=agent_pb2.InstructionDelivery(
+            method=agent_pb2.InstructionDelivery.METHOD_FILE, path=f"{_PLACE}/instruction.md"
+        ),
+        files=[agent_pb2.ConfigFile(path=f"{_PLACE}/{path}", text=text) for path, text in texts.items()],
+        dialects=[trajectory_pb2.DIALECT_CHAT_COMPLETIONS],
+        events=agent_pb2.EventMapping(
+            source=agent_pb2.EventMapping.SOURCE_STDOUT_LINES,
+            rules=[
+                agent_pb2.EventRule(
+                    when="starts_with(line, 'REDTEAM ')",
+                    kind=agent_pb2.AGENT_EVENT_KIND_OTHER,
+                    fields={"line": "line"},
+                ),
+                agent_pb2.EventRule(when="line != `null`"),
+            ],
+        ),
+    )
+
+
+def _compiled(source: str) -> bytes:
+    """The program; it needs no library and so no image's compiler."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise NoCompiler("its program is in C and this machine has no compiler (cc)")
+    with tempfile.TemporaryDirectory(prefix="penstock-redteam-") as folder:
+        (Path(folder) / "freestanding.h").write_text(text_of("programs/freestanding.h"))
+        (Path(folder) / "attack.c").write_text('#include "freestanding.h"\n' + source)
+        argv = [compiler, *_FLAGS, "-o", "attack", "attack.c"]
+        done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+        if done.returncode != 0:
+            raise NoCompiler(f"its program is in C and {compiler} does not make it: {done.stderr.strip()[-500:]}")
+        return (Path(folder) / "attack").read_bytes()

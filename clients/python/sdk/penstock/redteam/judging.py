@@ -1,0 +1,122 @@
+"""What came of an attack: from what was seen of its rollout, its neighbour and the services, to a verdict."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from penstock.client.results import FailureCause, Outcome, Phase
+from penstock.redteam.attack import Attack, Grading
+
+_MARK: Final = "REDTEAM "
+_NOT_THE_AGENTS: Final = frozenset({FailureCause.INFRASTRUCTURE, FailureCause.TASK, FailureCause.MODEL})
+_BEFORE_THE_AGENT: Final = frozenset({Phase.QUEUED, Phase.PREPARING, Phase.CONFIGURING, Phase.SETTING_UP})
+
+
+class Verdict(StrEnum):
+    """What came of an attack."""
+
+    HELD = "held"
+    BROKEN = "broken"
+    NOT_APPLICABLE = "not_applicable"
+    """It cannot be tried here; the reason says why."""
+    UNCLEAR = "unclear"
+    """It was not seen to have been tried: nothing is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What came of one attack under one grading. `seconds` is what its rollout took; `reward` None: not graded."""
+
+    attack: Attack
+    grading: Grading
+    verdict: Verdict
+    reasons: tuple[str, ...]
+    reward: float | None = None
+    failure: str = ""
+    rollout_id: str = ""
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The attack's name and its grading."""
+        return f"{self.attack.name}/{self.grading}"
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of an attack. `outcome` None: its rollout did not end in time and was cancelled."""
+
+    outcome: Outcome | None = None
+    said: list[str] = field(default_factory=list)
+    neighbour: Outcome | None = None
+    restarted: Sequence[str] = ()
+    growth: Mapping[str, int] = field(default_factory=dict)
+
+    def hear(self, line: str) -> None:
+        """Takes a line of the agent's, if it is one for us."""
+        if line.startswith(_MARK) and len(self.said) < 100:
+            self.said.append(line.removeprefix(_MARK)[:500])
+
+    def told(self, kind: str) -> list[str]:
+        """What the program said of this kind."""
+        return [line.removeprefix(f"{kind}: ") for line in self.said if line.startswith(f"{kind}: ")]
+
+
+def judge(attack: Attack, seen: Seen, baseline: float) -> tuple[Verdict, tuple[str, ...]]:
+    """The verdict, and the reasons for it.
+
+    Args:
+        attack: what was tried.
+        seen: what was seen of it.
+        baseline: the reward of an agent that does nothing.
+    """
+    if inapplicable := seen.told("inapplicable"):
+        return Verdict.NOT_APPLICABLE, tuple(inapplicable)
+    wrong = [*seen.told("broken"), *_of_services(attack, seen)]
+    if seen.outcome is None:
+        return Verdict.BROKEN, (*wrong, "its rollout did not end in the time that its limits give it")
+    failure = seen.outcome.failure
+    if not seen.said and failure is not None and (failure.phase is None or failure.phase in _BEFORE_THE_AGENT):
+        return Verdict.UNCLEAR, (*wrong, f"its rollout failed before it: {failure.reason}: {failure.message}")
+    wrong += _of_outcome(attack, seen.outcome, baseline)
+    if wrong:
+        return Verdict.BROKEN, tuple(wrong)
+    if not seen.told("tried"):
+        told = "" if failure is None else f" ({failure.reason}: {failure.message})"
+        stderr = seen.outcome.agent_stderr.decode("utf-8", "replace")[-300:]
+        return Verdict.UNCLEAR, (f"its program did not say that it tried{told} {stderr}".strip(),)
+    return Verdict.HELD, tuple(seen.told("tried"))
+
+
+def _of_outcome(attack: Attack, outcome: Outcome, baseline: float) -> list[str]:
+    wrong = []
+    reward, failure = outcome.reward, outcome.failure
+    if reward is not None and reward.value > baseline and not attack.expected.any_reward:
+        wrong.append(f"it got a reward of {reward.value:g} where doing nothing gets {baseline:g}")
+    if reward is None and attack.expected.graded:
+        wrong.append("it was not graded")
+    if failure is not None and failure.cause in _NOT_THE_AGENTS:
+        wrong.append(f"its failure was told as {failure.cause}'s: {failure.reason}: {failure.message}")
+    if failure is not None and failure.retriable:
+        wrong.append(f"its failure was told as worth another try: {failure.reason}: {failure.message}")
+    return wrong
+
+
+def _of_services(attack: Attack, seen: Seen) -> list[str]:
+    wrong = [f"the {name} service ended and was started again" for name in seen.restarted]
+    allowed = attack.expected.max_growth_bytes
+    if allowed is not None:
+        wrong += [
+            f"the {name} service grew by {grown / 1e6:.0f} MB, more than {allowed / 1e6:.0f} MB"
+            for name, grown in seen.growth.items()
+            if grown > allowed
+        ]
+    if attack.expected.neighbour:
+        neighbour = seen.neighbour
+        if neighbour is None:
+            wrong.append("a neighbour that does its work did not end in time")
+        elif neighbour.reward is None or neighbour.reward.value < 1:
+            why = "" if neighbour.failure is None else f": {neighbour.failure.reason}: {neighbour.failure.message}"
+            wrong.append(f"a neighbour that did its work did not get its reward{why}")
+    return wrong

@@ -1,0 +1,34 @@
+"""What pydantic finds wrong with a model's fields, as violations in our words."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from pydantic import ValidationError
+
+from penstock_chassis.errors import Violation
+
+_SHOULD: Final = re.compile(r"^(?:[A-Z][A-Za-z]*) should ")
+_NOT: Final = re.compile(r" after validation, not (\d+)$")
+
+
+def violations_of(error: ValidationError, whole: str, prefix: str = "") -> list[Violation]:
+    """A violation for each problem, none with the value that was given: it may be a secret.
+
+    Args:
+        error: pydantic's.
+        whole: the name of a field where a problem is of the whole model.
+        prefix: goes before the names of fields, as in "engine_options.".
+    """
+    problems = error.errors(include_url=False, include_input=False, include_context=False)
+    return [
+        Violation(prefix + ".".join(map(str, item["loc"])) if item["loc"] else whole, in_words(item["msg"]))
+        for item in problems
+    ]
+
+
+def in_words(message: str) -> str:
+    """One of pydantic's messages as a sentence about the field: "must be greater than or equal to 1"."""
+    said = _SHOULD.sub("must ", message.removeprefix("Value error, "))
+    return _NOT.sub(r", and has \1", said)

@@ -1,0 +1,35 @@
+"""`penstock doctor --attack` on services that run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+from tests.support.commands import invoke
+from tests.support.stack import running
+
+from penstock.client.endpoints import write_connection
+
+
+async def test_attacks_on_a_users_own_deployment_are_told_in_a_table_and_as_json(tmp_path: Path) -> None:
+    """R13, R72: what was tried and what came of it; exit code 0 when nothing is broken, and a wrong name is refused."""
+    file = tmp_path / "connection.json"
+    async with running(tmp_path) as stack:
+        write_connection(file, stack.stack.endpoints, pid=os.getpid())
+        environment = {"PENSTOCK_CONNECTION": str(file)}
+
+        async def doctor(*line: str) -> tuple[int, str, str]:
+            return await asyncio.to_thread(invoke, "doctor", "--attack", *line, environment=environment)
+
+        code, out, err = await doctor("--only", "kill-all", "--only", "deep-line")
+        assert code == 0, (out, err)
+        assert "held" in out and "kill-all" in out and "deep-line" in out and "BROKEN" not in out
+        code, out, err = await doctor("--only", "deep-line", "--json")
+        assert code == 0, (out, err)
+        *results, summary = [json.loads(line) for line in out.splitlines()]
+        assert {(row["attack"], row["verdict"]) for row in results} == {("deep-line", "held")}
+        assert (summary["held"], summary["broken"]) == (len(results), 0)
+        code, _, err = await doctor("--only", "no-such-attack")
+        assert code == 2 and "no-such-attack" in err

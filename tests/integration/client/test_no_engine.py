@@ -1,0 +1,56 @@
+"""`penstock up --engine none`: a tokenizer and a template alone, for a trainer whose engine is its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.support.copying import copy_task, finish, training
+from tests.support.policy import FILES
+from tests.support.stack import Running, disjoint_uids
+
+from penstock.client import FailedPrecondition, Mode, connect
+from penstock.client.errors import PenstockError
+from penstock.client.stack import LocalStack
+
+
+@pytest.fixture
+async def alone(tmp_path: Path) -> AsyncIterator[Running]:
+    """Services whose model directory has a tokenizer and no weights."""
+    tmp_path.chmod(0o755)
+    model = tmp_path / "model"
+    FILES.write(model)
+    assert not (model / "model.safetensors").exists()
+    stack = LocalStack(
+        model_dir=model,
+        engine="none",
+        state_dir=tmp_path / "state",
+        settings={"sandbox": {"first_uid": disjoint_uids()}},
+    )
+    async with stack, connect(stack.endpoints) as ps:
+        yield Running(stack, ps, stack.state_dir)
+
+
+async def test_a_trainer_answers_rollouts_with_its_own_engine(alone: Running) -> None:
+    """R20: nothing but a tokenizer and a template is served, and the rollout is exact."""
+    async with training(alone, "own-engine"):
+        handle = await alone.ps.rollouts.create(copy_task(alone), "shell", labels={"test": "own-engine"})
+        finished = await asyncio.wait_for(finish(handle), 120)
+    assert finished.reward == 1.0, finished.agent_said()
+    assert (await handle.trajectory()).grade == "exact"
+
+
+async def test_what_would_ask_the_engine_is_refused_before_anything_starts(alone: Running) -> None:
+    """R27: a rollout that the service would have to answer, a generation, a weight push."""
+    with pytest.raises(FailedPrecondition, match="engine = none") as refused:
+        await alone.ps.rollouts.create(copy_task(alone), "shell", mode=Mode.TRANSPARENT_PROXY)
+    assert refused.value.reason == "SOURCE_UNSUITABLE"
+    with pytest.raises(FailedPrecondition, match="let the trainer answer") as nobody:
+        await alone.ps.inference.generate([1, 2, 3])
+    assert nobody.value.reason == "ENGINE_NONE"
+    with pytest.raises(PenstockError) as weights:
+        await alone.ps.inference.update_weights(1, {"weight": np.zeros(2, np.float32)})
+    assert weights.value.reason == "CAPABILITY_MISSING"

@@ -1,0 +1,172 @@
+"""R105: an answer is delivered when its reader took all of it; else the same request gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from typing import Any
+
+import pytest
+from tests.integration.interception.test_flow import WIRES
+from tests.support.waiting import eventually
+
+from penstock.interception.v1 import intercept_service_pb2 as pb
+
+SIZES = {"6 KB": 6 << 10, "300 KB": 300 << 10}
+HANGS_S = 60.0
+"""How long a step may take: a guard against an answer that never comes, no expectation."""
+
+
+class Peer:
+    """A client at the wire, which reads as much as it is told to and then ends its connection as told."""
+
+    def __init__(self, service: Any, rollout: Any, dialect: str, *, stream: bool, headers: str = "") -> None:
+        wire = WIRES[dialect]
+        path, body = wire.path, dict(wire.body)
+        if dialect == "generate_content":
+            path = path if stream else path.replace("streamGenerateContent?alt=sse", "generateContent")
+        else:
+            body["stream"] = stream
+        data = json.dumps(body).encode()
+        host, _, port = service.ingress.rpartition(":")
+        self.address = host, int(port)
+        head = f"POST /rollout/{rollout.rollout_id}{path} HTTP/1.1\r\nhost: {service.ingress}\r\n"
+        head += f"authorization: Bearer {rollout.token}\r\ncontent-type: application/json\r\n{headers}"
+        self.request = f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+        self.end = b"0\r\n\r\n" if stream else b""
+        self._whole = not stream
+        self.sock = socket.socket()
+
+    async def ask(self) -> None:
+        """Connects and sends the request."""
+        self.sock.setblocking(False)
+        async with asyncio.timeout(HANGS_S):
+            await asyncio.get_running_loop().sock_connect(self.sock, self.address)
+        await self.repeat()
+
+    async def repeat(self) -> None:
+        """Sends the request again on the same connection."""
+        async with asyncio.timeout(HANGS_S):
+            await asyncio.get_running_loop().sock_sendall(self.sock, self.request)
+
+    async def read(self, count: int = 0) -> bytes:
+        """The first `count` bytes of the answer, or all of it."""
+        async with asyncio.timeout(HANGS_S):
+            return await self._read(count)
+
+    async def _read(self, count: int) -> bytes:
+        loop = asyncio.get_running_loop()
+        data = b""
+        while not (count and len(data) >= count):
+            piece = await loop.sock_recv(self.sock, min(65536, count - len(data)) if count else 65536)
+            assert piece, "the connection ended before the answer did"
+            data += piece
+            if not count and self._is_all(data):
+                return data
+        return data
+
+    def _is_all(self, data: bytes) -> bool:
+        if not self._whole:
+            return data.endswith(b"0\r\n\r\n")
+        head, _, body = data.partition(b"\r\n\r\n")
+        lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        return bool(lengths) and len(body) == int(lengths[0].split(b":")[1])
+
+    def reset(self) -> None:
+        """Ends it as a killed process with an odd socket option does."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.sock.close()
+
+
+async def answer(trainer: Any, text: str) -> None:
+    """The trainer's answer to the next call, which is not there where the request was taken for an earlier one."""
+    async with asyncio.timeout(HANGS_S):
+        await trainer.answer(text)
+
+
+async def attempts(service: Any, rollout: Any) -> list[int]:
+    """How often each call of the rollout was asked for."""
+    answer = await service.intercept.ListCalls(pb.ListCallsRequest(rollout_id=rollout.rollout_id))
+    return [call.http_attempts for call in answer.calls]
+
+
+@pytest.fixture(params=["whole", "stream"])
+def stream(request: pytest.FixtureRequest) -> bool:
+    """Both ways to be answered."""
+    return bool(request.param == "stream")
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("dialect", WIRES)
+async def test_an_answer_that_was_not_read_to_its_end_is_given_to_the_same_request(
+    service: Any, dialect: str, stream: bool, size: int
+) -> None:
+    """R34, R105: without any header that says so; all of it was in the kernel's hands when its reader went."""
+    rollout, trainer = await service.open(), await service.trainer()
+    first = Peer(service, rollout, dialect, stream=stream)
+    await first.ask()
+    await answer(trainer, "x" * size)
+    await first.read(60)
+    first.sock.close()
+    again = Peer(service, rollout, dialect, stream=stream)
+    await again.ask()
+    assert len(await again.read()) > size
+    assert await attempts(service, rollout) == [2]
+    again.sock.close()
+    call = service.turns.gate.rollout(rollout.rollout_id).calls[0]
+    await eventually(lambda: call.told, "taken")
+    third = Peer(service, rollout, dialect, stream=stream)
+    await third.ask()
+    await answer(trainer, "another")
+    await third.read()
+    assert await attempts(service, rollout) == [2, 1]
+
+
+@pytest.mark.parametrize("dialect", WIRES)
+async def test_an_answer_that_was_read_is_not_given_to_the_next_who_asks_the_same(
+    service: Any, dialect: str, stream: bool
+) -> None:
+    """R34, R105: its reader ended the connection, asked on it again, or keeps it: an agent may ask the same twice."""
+    rollout, trainer = await service.open(), await service.trainer()
+    peers = [Peer(service, rollout, dialect, stream=stream) for _ in range(4)]
+    for peer in peers[:3]:
+        await peer.ask()
+        await answer(trainer, "an answer")
+        await peer.read()
+        if peer is peers[0]:
+            peer.sock.close()
+    await peers[2].repeat()
+    await answer(trainer, "an answer")
+    await peers[2].read()
+    peers[2].reset()  # after all was read, but nobody can tell that from here
+    await peers[3].ask()
+    await peers[3].read()
+    assert await attempts(service, rollout) == [1, 1, 1, 2]
+
+
+async def test_a_reader_that_stands_still_has_not_taken_what_did_not_go_out(service: Any) -> None:
+    """R105: the connection is open, and its reader takes nothing: the same request joins."""
+    rollout, trainer = await service.open(), await service.trainer()
+    first = Peer(service, rollout, "chat", stream=False)
+    first.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    await first.ask()
+    await answer(trainer, "x" * (300 << 10))
+    again = Peer(service, rollout, "chat", stream=False)
+    await again.ask()
+    assert len(await again.read()) > 300 << 10
+    assert await attempts(service, rollout) == [2]
+
+
+async def test_a_connection_that_ends_with_its_answer_tells_as_much(service: Any, stream: bool) -> None:
+    """R34, R105: `Connection: close`: the reader ends it first, by an end when it has read, by a reset when not."""
+    rollout, trainer = await service.open(), await service.trainer()
+    for expected, reads in (([1], 0), ([1, 1], 60), ([1, 2], 0), ([1, 2, 1], 0)):
+        peer = Peer(service, rollout, "chat", stream=stream, headers="connection: close\r\n")
+        await peer.ask()
+        if expected[-1] == 1:
+            await answer(trainer, "x" * 6000)
+        await peer.read(reads)
+        peer.sock.close()
+        assert await attempts(service, rollout) == expected

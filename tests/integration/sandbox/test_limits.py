@@ -1,0 +1,143 @@
+"""What a sandbox is held to whose spec asks for no limit, and who says so where it cannot be held."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr, ValidationError
+from tests.conformance.sandbox.conftest import Box, failure
+from tests.conformance.sandbox.services import TOKEN, Running, start, start_on
+from tests.support.waiting import eventually_async
+
+from penstock.cli import doctor_backends
+from penstock.client import connect
+from penstock.client.endpoints import Endpoints
+from penstock.sandbox.v1 import process_service_pb2 as ps
+from penstock.sandbox.v1 import sandbox_pb2 as sb
+from penstock.sandbox.v1 import sandbox_service_pb2 as ss
+from penstock_chassis.errors import PenstockError, ResourceExhausted
+from penstock_sandbox.settings import SandboxSettings
+
+GIB = 1 << 30
+
+
+async def local_of(service: Running) -> sb.Backend:
+    answer = await service.sandboxes.ListBackends(ss.ListBackendsRequest(), timeout=30)
+    (found,) = [one for one in answer.backends if one.name == "local"]
+    return found
+
+
+async def created(service: Running) -> Box:
+    """A sandbox that asks for nothing."""
+    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec())
+    return Box(service, (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox)
+
+
+async def test_a_sandbox_that_asks_for_nothing_is_held_to_the_operators_memory_and_processes() -> None:
+    """R95, R55: without a setting as well, and what it keeps in /tmp and /dev/shm counts."""
+    async with start("local") as service:
+        local = await local_of(service)
+        assert local.capabilities.limit_memory and local.capabilities.limit_pids, "this test needs control groups"
+        assert (local.default_resources.memory_bytes, local.default_resources.pids) == (4 * GIB, 1024)
+        assert (await created(service)).sandbox.spec.resources == local.default_resources
+    async with start("local", default_memory_bytes=str(128 << 20), default_pids="40") as service:
+        box = await created(service)
+        for hog in (
+            ["python3", "-c", "x = bytearray(1 << 29)"],
+            [
+                "python3",
+                "-c",
+                "open('/tmp/x', 'wb').write(bytes(1 << 26)); open('/dev/shm/x', 'wb').write(bytes(1 << 26))",
+            ],
+        ):
+            assert (await box.run(*hog)).exit.reason == ps.EXIT_REASON_OOM
+        await box.run("rm", "-f", "/tmp/x", "/dev/shm/x")
+        many = await box.run(
+            "python3", "-c", "import os\nfor n in range(60):\n if not os.fork(): os.execvp('sleep', ['sleep', '60'])"
+        )
+        assert many.exit.code == 1 and b"BlockingIOError" in many.stderr
+        stats = await service.sandboxes.GetStats(ss.GetStatsRequest(sandbox_id=box.id), timeout=30)
+        assert stats.memory_peak_bytes <= 128 << 20
+
+
+async def test_a_default_that_cannot_be_held_is_reported_and_refuses_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+    """R95: an ordinary user without control groups of its own: ListBackends, `doctor` and the log say so."""
+    async with start("local-ordinary-user") as service:
+        local = await local_of(service)
+        assert not (local.capabilities.limit_memory or local.capabilities.limit_pids)
+        assert not (local.default_resources.HasField("memory_bytes") or local.default_resources.HasField("pids"))
+        assert await (await created(service)).out("echo works") == "works"
+        async with connect(Endpoints(sandbox=service.address, token=TOKEN)) as client:
+            finding = doctor_backends.limits(await client.sandboxes.backends())
+    assert not finding.ok and finding.advice
+    assert "local: no limit of memory, pids, disk" in finding.found
+    log = capfd.readouterr().err
+    assert "sandboxes are held to no default limit" in log and "memory_bytes" in log
+
+
+@pytest.mark.parametrize(("name", "value"), [("default_memory_bytes", 4096), ("default_pids", 3)])
+def test_a_default_with_which_no_sandbox_could_start_is_refused(name: str, value: int) -> None:
+    """R95: and 0 is how an operator chooses to have none."""
+    make: Callable[..., SandboxSettings] = partial(SandboxSettings, operator_token=SecretStr("test-operator"))
+    with pytest.raises(ValidationError, match="must be at least"):
+        make(**{name: value})
+    field = name.removeprefix("default_")
+    assert getattr(make(**{name: 0}).default_resources, field) is None
+    assert getattr(make().default_resources, field) is not None
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A filesystem of 256 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a filesystem")
+    with tempfile.TemporaryDirectory(prefix="penstock-small-") as folder:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m,mode=755", "none", folder], check=True)
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+async def refusal(service: Running) -> PenstockError:
+    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec())
+    return await failure(service.sandboxes.CreateSandbox(request, timeout=60))
+
+
+async def test_no_sandbox_is_made_where_the_journals_disk_becomes_full_and_what_is_there_goes_on(
+    small_disk: Path,
+) -> None:
+    """R95: of an agent that writes what there is; sandboxes are made again when there is room."""
+    async with start_on(small_disk, "local", min_free_bytes=str(100 << 20), min_free_inodes="0") as service:
+        greedy = await created(service)
+        wrote = await greedy.run("python3", "-c", "open('/workspace/x', 'wb').write(bytes(180 << 20))")
+        assert wrote.exit.code == 0, wrote.stderr
+        error = await refusal(service)
+        assert isinstance(error, ResourceExhausted) and error.reason == "DISK_LOW" and error.retry_after_s
+        assert error.metadata["of"] == "bytes" and int(error.metadata["free"]) < 100 << 20
+        assert await greedy.out("echo works") == "works"
+        await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=greedy.id), timeout=60)
+
+        async def has_room() -> bool:
+            return os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize > 100 << 20
+
+        await eventually_async(has_room, "what a deleted sandbox wrote is removed")
+        assert await (await created(service)).out("echo works") == "works"
+
+
+async def test_inodes_are_watched_like_bytes(small_disk: Path) -> None:
+    """R95: a disk without inodes takes no journal either."""
+    most = os.statvfs(small_disk).f_files
+    async with start_on(small_disk, "local", min_free_bytes="0", min_free_inodes=str(most - 2000)) as service:
+        box = await created(service)
+        made = await box.run("python3", "-c", "for n in range(2500): open(f'/workspace/{n}', 'w').close()")
+        assert made.exit.code == 0, made.stderr
+        error = await refusal(service)
+        assert error.reason == "DISK_LOW" and error.metadata["of"] == "inodes"
