@@ -29,11 +29,15 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from penstock_chassis import sockets
+from penstock_chassis.logging import Meter
 
 _log = structlog.get_logger(__name__)
 
 PROGRESS_BYTES: Final = 64 << 10
 LINGER_S: Final = 1.0
+BURST: Final = 20
+INTERVAL_S: Final = 10.0
+"""Lines of connections that were ended or not taken, for each reason, and seconds for each further one."""
 IDLE_S: Final = 75.0
 """How long the HTTP server keeps a connection between two requests."""
 
@@ -90,6 +94,7 @@ class Connections:
         self._reading: dict[_Connection, float] = {}
         self._stuck: dict[_Connection, tuple[float, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._meters: dict[str, Meter] = {}
         # Whose answers are awaited, or were written out and not seen to be taken, by what they answer.
         self._answers: dict[str, _Connection] = {}
 
@@ -197,10 +202,10 @@ class Connections:
         """A socket was accepted; False when there is no place for it."""
         mine = self._peers.get(connection.peer)
         if mine is not None and mine.count >= self.limits.max_per_peer and not _make_room(mine.unclaimed):
-            _log.warning("too many connections", peer=connection.peer, limit=self.limits.max_per_peer)
+            self._tell(_log.warning, "too many connections", peer=connection.peer, limit=self.limits.max_per_peer)
             return False
         if len(self._all) >= self.limits.max_connections and not _make_room(self._unclaimed):
-            _log.warning("too many connections", limit=self.limits.max_connections)
+            self._tell(_log.warning, "too many connections", limit=self.limits.max_connections)
             return False
         peer = self._peers.setdefault(connection.peer, _Peer())
         peer.count += 1
@@ -243,7 +248,16 @@ class Connections:
         """Everything that was written is gone."""
         self._stuck.pop(connection, None)
 
+    def ended(self, why: str, peer: str, rollout_id: str) -> None:
+        """A connection was ended from here."""
+        self._tell(_log.info, "a connection was ended", why=why, peer=peer, rollout_id=rollout_id)
+
     # Private ---------------------------------------------------------------------------------------------------------
+
+    def _tell(self, write: Callable[..., None], event: str, **facts: str | int) -> None:
+        meter = self._meters.setdefault(str(facts.get("why", event)), Meter(BURST, INTERVAL_S))
+        if meter.allows(self._loop.time()):
+            write(event, **facts, left_out=meter.left_out())
 
     def _disown(self, connection: _Connection) -> None:
         if connection.rollout_id:
@@ -407,7 +421,7 @@ class _Connection(asyncio.Protocol):
 
     def abort(self, why: str) -> None:
         """Ends the connection at once, whatever is still to be sent."""
-        _log.info("a connection was ended", why=why, peer=self.peer, rollout_id=self.rollout_id)
+        self._connections.ended(why, self.peer, self.rollout_id)
         self.settle(took=False)
         self._connections.closed(self)
         if self._transport is not None:
