@@ -290,7 +290,8 @@ def _descendants(root: int) -> List[int]:
 def _marked(mark: int) -> Tuple[List[int], bool]:
     """Every process that has a group, those aside that are dead and not yet reaped; and whether that is certainly all.
 
-    It is not where one that was listed could not be looked at: it may have had the group, and a successor that has it.
+    It is not where one of them is dead, or one that was listed could not be looked at: it may have lived when it was
+    listed, and have had a successor since, which is in no listing yet.
     """
     wanted = b"%d" % mark
     found: List[int] = []
@@ -301,11 +302,15 @@ def _marked(mark: int) -> Tuple[List[int], bool]:
                 with open("/proc/%s/status" % name, "rb") as file:
                     lines = file.read().splitlines()
             except OSError:
-                certain = False  # it ended meanwhile
-                continue
+                lines = []
             fields = {line.partition(b":")[0]: line.partition(b":")[2].split() for line in lines}
-            if wanted in fields.get(b"Groups", ()) and fields.get(b"State", [b"Z"])[0] not in (b"Z", b"X"):
-                found.append(int(name))
+            if b"State" not in fields:
+                certain = False  # it ended meanwhile
+            elif wanted in fields.get(b"Groups", ()):
+                if fields[b"State"][0] in (b"Z", b"X"):
+                    certain = False
+                else:
+                    found.append(int(name))
     return found, certain
 
 
