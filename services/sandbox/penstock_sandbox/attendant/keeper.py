@@ -304,9 +304,15 @@ def _marked(mark: int) -> Tuple[List[int], bool]:
                 certain = False  # it ended meanwhile
                 continue
             fields = {line.partition(b":")[0]: line.partition(b":")[2].split() for line in lines}
-            if wanted in fields.get(b"Groups", ()) and fields.get(b"State", [b"Z"])[0] not in (b"Z", b"X"):
+            if wanted in fields.get(b"Groups", ()) and _runs(fields):
                 found.append(int(name))
     return found, certain
+
+
+def _runs(status: Dict[bytes, List[bytes]]) -> bool:
+    """Whether a process is more than dead and not yet reaped: what is dead may be its first thread alone."""
+    threads = status.get(b"Threads", [b"1"])[0]
+    return status.get(b"State", [b"Z"])[0] not in (b"Z", b"X") or threads not in (b"0", b"1")
 
 
 def _execute(feed: socket.socket, told: int, workload: system.Workload, mark: Optional[int]) -> NoReturn:
