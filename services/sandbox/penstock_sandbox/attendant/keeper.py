@@ -307,11 +307,17 @@ def _marked(mark: int) -> Tuple[List[int], bool]:
             if b"State" not in fields:
                 certain = False  # it ended meanwhile
             elif wanted in fields.get(b"Groups", ()):
-                if fields[b"State"][0] in (b"Z", b"X"):
-                    certain = False
-                else:
+                if _runs(fields):
                     found.append(int(name))
+                else:
+                    certain = False
     return found, certain
+
+
+def _runs(status: Dict[bytes, List[bytes]]) -> bool:
+    """Whether a process is more than dead and not yet reaped: what is dead may be its first thread alone."""
+    threads = status.get(b"Threads", [b"1"])[0]
+    return status.get(b"State", [b"Z"])[0] not in (b"Z", b"X") or threads not in (b"0", b"1")
 
 
 def _execute(feed: socket.socket, told: int, workload: system.Workload, mark: Optional[int]) -> NoReturn:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
+from penstock_chassis.errors import FailedPrecondition, Internal, InvalidArgument, PenstockError, Unavailable
 from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
 from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.base import SandboxHandle
@@ -34,6 +34,8 @@ TRIAL = "trial"
 """The sandbox id of the one that is made to look at."""
 
 _DEATH_TOLD_S = 3.0
+_TOO_LONG = "file name too long"
+"""What a daemon's message ends with that met ENAMETOOLONG, which a sandbox's own paths are the only cause of."""
 
 _log = structlog.get_logger(__name__)
 
@@ -209,6 +211,10 @@ class Boxes:
             raise FailedPrecondition("the sandbox is gone", reason="SANDBOX_LOST") from error
         except Refused as error:
             what = f"the Docker daemon does not tell what changed: {error.what}"
+            if _TOO_LONG in error.what:
+                raise InvalidArgument(
+                    "the sandbox has a path that is longer than the daemon can read: remove it", reason="PATH_TOO_LONG"
+                ) from error
             raise Internal(what, reason="FILE_OPERATION_FAILED") from error
 
     async def _end(self, box: Box) -> None:
