@@ -5,7 +5,7 @@ holds them, sandboxes are ended, those over their limit and then the largest fir
 
 Invariants
 - How often is decided by one cheap look at the file system: everything is measured when it has grown by half of what
-  the sandbox nearest to its limit may still write, and every few seconds in any case, since what one writes another may
+  the sandbox nearest to its limit may still write, and every second or so in any case, since what one writes another may
   have freed meanwhile. Measuring takes no more than a bounded part of the time.
 - Only a sandbox over its own limit is lost for what ran in it (DISK_EXHAUSTED); others are lost for DISK_LOW.
 """
@@ -23,10 +23,10 @@ from typing import Final, Protocol
 import structlog
 
 from penstock_sandbox.backends.local.disk_use import Limit, Use
-from penstock_sandbox.model import DISK_EXHAUSTED, DISK_LOW
+from penstock_sandbox.model import DISK_EXHAUSTED
 
 TICK_S: Final = 0.1
-_AT_LEAST_EVERY_S: Final = 5.0
+_AT_LEAST_EVERY_S: Final = 1.0
 _SHARE: Final = 20
 """Measuring that nothing asked for takes one part in so many of a thread."""
 _STEP: Final = Use(16 << 20, 2_000)
@@ -204,7 +204,10 @@ class DiskGuard:
                 break
             ended.append(box)
             freed += box.disk.held
-            box.lose(DISK_EXHAUSTED if self._is_over(box) else DISK_LOW)
+            if self._is_over(box):
+                box.lose(DISK_EXHAUSTED)
+            else:
+                box.lose("DISK_LOW")
         if ended:
             _log.warning("the disk is nearly full: sandboxes are ended", free=free, ended=[box.id for box in ended])
             await asyncio.gather(*(box.destroy() for box in ended), return_exceptions=True)
