@@ -105,8 +105,6 @@ class Sandbox:
 
 DISK_EXHAUSTED: Final = "DISK_EXHAUSTED"
 """A sandbox's own files were more than its limit."""
-DISK_LOW: Final = "DISK_LOW"
-"""The machine's disk is nearly full; of sandboxes that are lost for it, none was over its own limit."""
 
 ENDED_INSIDE: Final = frozenset(
     {

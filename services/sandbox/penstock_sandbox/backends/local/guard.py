@@ -5,7 +5,7 @@ holds them, sandboxes are ended, those over their limit and then the largest fir
 
 Invariants
 - How often is decided by one cheap look at the file system: everything is measured when it has grown by half of what
-  the sandbox nearest to its limit may still write, and every few seconds in any case, since what one writes another may
+  the sandbox nearest to its limit may still write, and every second or so in any case, since what one writes another may
   have freed meanwhile. Measuring takes no more than a bounded part of the time.
 - Only a sandbox over its own limit is lost for what ran in it (DISK_EXHAUSTED); others are lost for DISK_LOW.
 """
@@ -23,10 +23,14 @@ from typing import Final, Protocol
 import structlog
 
 from penstock_sandbox.backends.local.disk_use import Limit, Use
-from penstock_sandbox.model import DISK_EXHAUSTED, DISK_LOW
+from penstock_sandbox.model import DISK_EXHAUSTED
 
 TICK_S: Final = 0.1
-_AT_LEAST_EVERY_S: Final = 5.0
+_NEARLY: Final = 4
+"""With less than so many times the floor free, looks come so many times as often."""
+_HASTE_S: Final = 1.0
+"""Longest wait for measuring when the disk is nearly full: who is not measured by then counts with what it last held."""
+_AT_LEAST_EVERY_S: Final = 1.0
 _SHARE: Final = 20
 """Measuring that nothing asked for takes one part in so many of a thread."""
 _STEP: Final = Use(16 << 20, 2_000)
@@ -117,11 +121,12 @@ class DiskGuard:
         self._took_s = 0.0
         self._then = free(place)
         self._helpless = False
+        self._pause_s = TICK_S
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._pause_s)
             try:
                 await self.look()
             except Exception:  # noqa: BLE001
@@ -131,6 +136,8 @@ class DiskGuard:
     async def look(self) -> None:
         """One look: measure and end what must be."""
         free = self._free(self._place)
+        near = free.bytes < _NEARLY * self._floor.bytes
+        self._pause_s = TICK_S / _NEARLY if near else TICK_S
         if self._is_low(free):
             await self._make_room()
         elif self._watches and self._is_due(free):
@@ -162,10 +169,16 @@ class DiskGuard:
             return False
         return self._then.inodes - free.inodes >= max(_STEP.inodes, min(inodes_left, default=0) // 2)
 
-    async def _measure(self) -> None:
+    async def _measure(self, patience_s: float | None = None) -> None:
         """Measure all, and end those that are over their limit."""
         began, self._then = self._clock(), self._free(self._place)
-        await asyncio.gather(*(self._judge(box) for box in self._sandboxes() if box.at_work))
+        judging = [asyncio.ensure_future(self._judge(box)) for box in self._sandboxes() if box.at_work]
+        if judging:
+            done, late = await asyncio.wait(judging, timeout=patience_s)
+            for one in late:
+                one.cancel()
+            for one in done:
+                one.result()
         self._measured_at = self._clock()
         self._took_s = self._measured_at - began
 
@@ -180,7 +193,7 @@ class DiskGuard:
         return box.disk.unmeasured >= _UNMEASURED or box.disk.limit.exceeded_by(box.disk.held)
 
     async def _make_room(self) -> None:
-        await self._measure()
+        await self._measure(_HASTE_S)
         free = self._free(self._place)
         if not self._is_low(free):
             return
@@ -204,7 +217,10 @@ class DiskGuard:
                 break
             ended.append(box)
             freed += box.disk.held
-            box.lose(DISK_EXHAUSTED if self._is_over(box) else DISK_LOW)
+            if self._is_over(box):
+                box.lose(DISK_EXHAUSTED)
+            else:
+                box.lose("DISK_LOW")
         if ended:
             _log.warning("the disk is nearly full: sandboxes are ended", free=free, ended=[box.id for box in ended])
             await asyncio.gather(*(box.destroy() for box in ended), return_exceptions=True)
