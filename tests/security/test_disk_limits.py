@@ -118,7 +118,9 @@ async def ending(box: Box, what: str) -> ps.Exit:
     return ended
 
 
-async def assert_stopped(service: Running, box: Box, ended: ps.Exit, kind: sb.DiskLimit, *, mapped: bool) -> None:
+async def assert_stopped(
+    service: Running, box: Box, ended: ps.Exit, kind: sb.DiskLimit.ValueType, *, mapped: bool
+) -> None:
     """By the kernel, or by the end of its sandbox, which is its own doing."""
     if kind == sb.DISK_LIMIT_HARD:
         assert ended.signal == 7 if mapped else ended.code == 9, ended

@@ -56,6 +56,8 @@ class Expected(BaseModel):
     """The rollout must be given a reward: the attack must not even prevent it."""
     neighbour: bool = False
     """A rollout that does its work meanwhile must get its full reward."""
+    failure: tuple[str, ...] = ()
+    """If its rollout fails, the reason must be one of these; none given = any that is the agent's own."""
     max_growth_bytes: int | None = Field(None, gt=0)
     """Resident memory that no service may grow by while the attack runs."""
 

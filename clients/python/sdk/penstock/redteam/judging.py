@@ -98,6 +98,9 @@ def _of_outcome(attack: Attack, outcome: Outcome, baseline: float) -> list[str]:
         wrong.append("it was not graded")
     if failure is not None and failure.cause in _NOT_THE_AGENTS:
         wrong.append(f"its failure was told as {failure.cause}'s: {failure.reason}: {failure.message}")
+    allowed = attack.expected.failure
+    if failure is not None and allowed and failure.reason not in allowed:
+        wrong.append(f"its failure was {failure.reason} and not {' or '.join(allowed)}: {failure.message}")
     if failure is not None and failure.retriable:
         wrong.append(f"its failure was told as worth another try: {failure.reason}: {failure.message}")
     return wrong

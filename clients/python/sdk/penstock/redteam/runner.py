@@ -25,6 +25,7 @@ _LIMITS: Final = {
     "limit_memory": {"memory_bytes": 512 << 20},
     "limit_pids": {"pids": 256},
     "limit_disk": {"disk_bytes": 1 << 30},
+    "limit_inodes": {"inodes": 50_000},
 }
 _PREPARE_S: Final = 180.0
 _VERIFY_S: Final = 60.0

@@ -5,8 +5,8 @@ holds them, sandboxes are ended, those over their limit and then the largest fir
 
 Invariants
 - How often is decided by one cheap look at the file system: everything is measured when it has grown by half of what
-  the sandbox nearest to its limit may still write, and every second or so in any case, since what one writes another may
-  have freed meanwhile. Measuring takes no more than a bounded part of the time.
+  the sandbox nearest to its limit may still write, and every second or so in any case, since what one writes another
+  may have freed meanwhile. Measuring takes no more than a bounded part of the time.
 - Only a sandbox over its own limit is lost for what ran in it (DISK_EXHAUSTED); others are lost for DISK_LOW.
 """
 
@@ -29,7 +29,7 @@ TICK_S: Final = 0.1
 _NEARLY: Final = 4
 """With less than so many times the floor free, looks come so many times as often."""
 _HASTE_S: Final = 1.0
-"""Longest wait for measuring when the disk is nearly full: who is not measured by then counts with what it last held."""
+"""Longest wait for measuring when the disk is nearly full; who is not measured by then counts as it last was."""
 _AT_LEAST_EVERY_S: Final = 1.0
 _SHARE: Final = 20
 """Measuring that nothing asked for takes one part in so many of a thread."""
