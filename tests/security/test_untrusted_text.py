@@ -323,4 +323,7 @@ async def test_a_black_box_agent_reaches_completions_of_its_endpoint_and_no_othe
                 assert answer.status == 200
             async with http.get(f"{rollout.base_url}/models/org/m-1.5") as answer:
                 assert answer.status == 200
-            assert [item.raw_path for item in endpoint.seen] == ["/v1/chat/completions?alt=%252e", "/v1/models/org/m-1.5"]
+            assert [item.raw_path for item in endpoint.seen] == [
+                "/v1/chat/completions?alt=%252e",
+                "/v1/models/org/m-1.5",
+            ]
