@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
 from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.base import SandboxHandle
 from penstock_sandbox.backends.docker import changes, container
+from penstock_sandbox.backends.docker.ahead import read_ahead
 from penstock_sandbox.backends.docker.daemon import Daemon, Json, Missing, Refused
 from penstock_sandbox.backends.docker.layers import REPOSITORY, Layers, name_of
 from penstock_sandbox.backends.docker.options import DockerOptions
@@ -60,6 +62,8 @@ class Box:
     """Whether somebody had the daemon signal its container or its sidecar."""
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by who has its changes read."""
+    written_since: float = -math.inf
+    """When what it had written was last begun to be written out, on the event loop's clock."""
 
     async def destroy(self) -> None:
         """End it; harmless when it has ended."""
@@ -201,10 +205,9 @@ class Boxes:
         return box.handle
 
     async def _diff(self, box: Box, below: Sequence[str], max_bytes: int) -> AsyncGenerator[bytes | list[str], None]:
-        await box.reached.written(ended=False)
+        read = self._read(box, below, max_bytes)
         try:
-            # The daemon reads a container for one at a time, and whoever waits there holds one of our few threads.
-            async with box.reading, aclosing(changes.diff(self._daemon, box.container, below, max_bytes)) as pieces:
+            async with aclosing(read_ahead(read, self._options.state_dir)) as pieces:
                 async for piece in pieces:
                     yield piece
         except Missing as error:
@@ -216,6 +219,20 @@ class Boxes:
                     "the sandbox has a path that is longer than the daemon can read: remove it", reason="PATH_TOO_LONG"
                 ) from error
             raise Internal(what, reason="FILE_OPERATION_FAILED") from error
+
+    async def _read(self, box: Box, below: Sequence[str], max_bytes: int) -> AsyncGenerator[bytes | list[str], None]:
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        # The daemon has a container read, and programs started in it, for one at a time, and whoever waits there holds
+        # one of our few threads.
+        async with box.reading:
+            if box.written_since < asked:
+                began = loop.time()
+                await box.reached.written(ended=False)
+                box.written_since = began  # good for all who had asked by then
+            async with aclosing(changes.diff(self._daemon, box.container, below, max_bytes)) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     async def _end(self, box: Box) -> None:
         """A sandbox's end, whatever brought it."""
