@@ -134,7 +134,7 @@ class Boxes:
     async def kind(self, sandbox_id: str, path: str) -> PathKind | None:
         raise AssertionError("nothing here restores")
 
-    async def entries(self, sandbox_id: str, path: str) -> Mapping[str, PathKind]:
+    async def entries(self, sandbox_id: str, path: str, most: int) -> Mapping[str, PathKind]:
         raise AssertionError("nothing here restores")
 
     async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:
