@@ -77,7 +77,8 @@ def judge(
     ended_well = end.reason is ExitReason.EXITED and end.code in success_codes and not said_failed
     if ended_well and not closing.gave_up:
         return None
-    outgrown = closing.last_failure in _OF_THE_POLICY
+    # Where no call was ever answered the policy has said nothing that could have filled it.
+    outgrown = closing.last_failure in _OF_THE_POLICY and closing.unanswered < closing.calls
     if closing.unanswered and not outgrown:
         why = f" (the last: {closing.last_failure})" if closing.last_failure else ""
         message = f"{closing.unanswered} of {closing.calls} model calls got no answer{why}, and the agent gave up"

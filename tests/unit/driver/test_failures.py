@@ -127,6 +127,8 @@ def test_a_policy_that_fills_its_context_until_its_agent_crashes_is_graded(reaso
     assert judge(Exit(ExitReason.EXITED, code=0), closing, None, [0], Phase.RUNNING) is None
     away = judge(end, closing, None, [0], Phase.RUNNING, gate_was_away=True)
     assert away is not None and away.reason == "GATE_INTERRUPTED"
+    at_once = judge(end, replace(closing, unanswered=3), None, [0], Phase.RUNNING)
+    assert at_once is not None and at_once.cause is Cause.MODEL
     lost = judge(end, replace(closing, last_failure="UPSTREAM_UNREACHABLE"), None, [0], Phase.RUNNING)
     assert lost is not None and not lost.is_gradable
 
