@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from penstock.trajectory.v1 import trajectory_pb2
 from penstock_chassis import rpc_status
-from penstock_chassis.errors import NotFound, PenstockError
+from penstock_chassis.errors import FailedPrecondition, NotFound, PenstockError
 from penstock_chassis.journal import Journal
 from penstock_driver import rows
 from penstock_driver.app import MIGRATIONS
@@ -129,12 +129,12 @@ class Boxes:
         raise AssertionError("nothing here restores")
 
     async def diff(self, sandbox_id: str, below: Sequence[str], sink: BinaryIO, max_bytes: int) -> Sequence[str]:
-        raise AssertionError("nothing here has diffs")
+        raise FailedPrecondition("boxes have no diff", reason="CAPABILITY_MISSING")
 
     async def kind(self, sandbox_id: str, path: str) -> PathKind | None:
         raise AssertionError("nothing here restores")
 
-    async def entries(self, sandbox_id: str, path: str) -> Mapping[str, PathKind]:
+    async def entries(self, sandbox_id: str, path: str, most: int) -> Mapping[str, PathKind]:
         raise AssertionError("nothing here restores")
 
     async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:

@@ -30,7 +30,7 @@ from penstock_driver.endings import (
     is_of_a_sandbox_at_work,
     judge,
 )
-from penstock_driver.grading import Grader
+from penstock_driver.grading import ROOT, Grader
 from penstock_driver.launches import Launch, Place, check_host_tools, plan_launch
 from penstock_driver.patience import UNAVAILABLE_PATIENCE_S, patiently
 from penstock_driver.ports import (
@@ -65,9 +65,6 @@ from penstock_driver.workdir import Work
 NAMELESS_MODEL: Final = "model"
 """What the agent calls the model when its source gives no name, as a bare tokenizer does."""
 CLEAN_UP_S: Final = 60.0
-_ROOT: Final = ("root", "0")
-"""Users whose agents may change the system: who grades those in place has chosen so."""
-
 _log = structlog.get_logger("penstock.driver")
 T = TypeVar("T")
 
@@ -328,7 +325,7 @@ class Conductor:
         try:
             if grader.grading.fresh_fork:
                 sandbox = await self._move_to_fresh_fork(grader, sandbox, prepared)
-            elif self._order.tells_changes and self._order.sandbox.user not in _ROOT:
+            elif self._order.tells_changes and self._order.sandbox.user not in ROOT:
                 await grader.check_system(sandbox)
             async with asyncio.timeout(self._order.limits.verify_s):
                 reward = await grader.grade(sandbox, self._record)

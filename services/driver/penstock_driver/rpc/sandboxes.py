@@ -262,7 +262,7 @@ class GrpcSandboxes:
             return None
         return _KINDS[answer.info.kind]
 
-    async def entries(self, sandbox_id: str, path: str) -> Mapping[str, PathKind]:
+    async def entries(self, sandbox_id: str, path: str, most: int) -> Mapping[str, PathKind]:
         """See ports.Sandboxes."""
         found: dict[str, PathKind] = {}
         token = ""
@@ -274,7 +274,7 @@ class GrpcSandboxes:
                 answer = await self._files.List(request, timeout=CALL_S)
             found |= {info.name: _KINDS[info.kind] for info in answer.entries}
             token = answer.next_page_token
-            if not token:
+            if not token or len(found) > most:
                 return found
 
     async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:

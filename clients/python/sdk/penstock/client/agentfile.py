@@ -11,7 +11,7 @@ What the spec means is the driver's business, which checks it when it is registe
 
 import base64
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,7 +46,10 @@ def load_spec(path: Path) -> agent_pb2.AgentSpec:
     Raises:
         InvalidArgument: `AGENT_FILE`; `violations` name every field that does not hold.
     """
-    content = YamlFile(path, reason="AGENT_FILE").content
+    try:
+        content = YamlFile(path).content
+    except InvalidArgument as error:
+        raise _refused(path, error.violations) from None
     if not isinstance(content, dict):
         raise _refused(path, [Violation(str(path), "an agent spec is a mapping with name, argv and so on")])
     reader = _Reader(Beside(path.parent, bounds="the directory of the agent spec: copy it there"))
@@ -278,7 +281,7 @@ def _number(value: Any) -> Any:
     return [_number(item) for item in value] if isinstance(value, list) else value
 
 
-def _refused(path: Path, violations: list[Violation]) -> InvalidArgument:
+def _refused(path: Path, violations: Sequence[Violation]) -> InvalidArgument:
     """Of several problems the message is the file's alone: whoever shows them gives each a line of its own."""
     message = f"{violations[0].field}: {violations[0].description}"
     if len(violations) > 1:

@@ -53,12 +53,11 @@ class YamlFile:
     """A file's content with the place of everything in it. It may name files of its directory and of `files_from`.
 
     Raises:
-        InvalidArgument: `reason`; it cannot be read, is no YAML in UTF-8, or is too large.
+        InvalidArgument: `TASK_FILE`; it cannot be read, is no YAML in UTF-8, or is too large.
     """
 
-    def __init__(self, path: Path, files_from: Iterable[Path] = (), *, reason: str = "TASK_FILE") -> None:
+    def __init__(self, path: Path, files_from: Iterable[Path] = ()) -> None:
         self.path = path
-        self._reason = reason
         self.beside = Beside(path.parent, tuple(files_from))
         self._lines: dict[Place, int] = {}
         self._nodes = 0
@@ -104,7 +103,7 @@ class YamlFile:
     def refused(self, field: str, description: str) -> InvalidArgument:
         """The error of one field."""
         return InvalidArgument(
-            f"{field}: {description}", reason=self._reason, violations=(Violation(field, description),)
+            f"{field}: {description}", reason="TASK_FILE", violations=(Violation(field, description),)
         )
 
     def validated(self, model: type[M], what: str, content: Any = None) -> M:
@@ -123,7 +122,7 @@ class YamlFile:
                 violation = self.violation(place, words) if place else Violation(what, words)
                 found[violation] = self.line(place) or 0 if place else 0
             told = tuple(sorted(found, key=found.__getitem__))
-            raise InvalidArgument(f"{self.path} is no {what}", reason=self._reason, violations=told) from None
+            raise InvalidArgument(f"{self.path} is no {what}", reason="TASK_FILE", violations=told) from None
 
     def _count(self, text: bytes) -> None:
         """Refuses what has too many values before any of them takes up memory."""
