@@ -193,8 +193,10 @@ class _Finder:
 
     def found(self, text: str) -> bool:
         for first, begin in self._begins:  # a loop costs less than a generator
-            if first in text and any(self.pattern.match(text, at.start()) for at in begin.finditer(text)):
-                return True
+            if first in text:
+                for at in begin.finditer(text):
+                    if self.pattern.match(text, at.start()):
+                        return True
         return False
 
     def may_be_in(self, body: bytes) -> bool:

@@ -50,7 +50,6 @@ class Rendering:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """As ChatTemplate.render."""
-
         apart = self._apart
         breaking = Breaking(apart) if apart is not None else None
         made = self.template.render(

@@ -333,9 +333,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """As the sandbox has it, counted: macros may call each other."""
         work_of(context).step(MACRO_STEPS if isinstance(obj, Macro) else 1)
+        if obj is Namespace and not args and "_loop_vars" not in kwargs and "_block_vars" not in kwargs:
+            return Namespace(**kwargs)
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str) and obj.__name__ in _GROWING:
             _check_method(owner, obj.__name__, args, kwargs)
-        if obj is Namespace and not args and "_loop_vars" not in kwargs and "_block_vars" not in kwargs:
-            return Namespace(**kwargs)
         return super().call(context, obj, *args, **kwargs)

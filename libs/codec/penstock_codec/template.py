@@ -102,8 +102,8 @@ class ChatTemplate:
         """
         if tools and not self.supports_tools:
             raise CodecError("TEMPLATE_WITHOUT_TOOLS", "the model's chat template has no place for tools")
-        extra = dict(template_kwargs or {})
-        if clash := RESERVED & extra.keys():
+        extra = dict(template_kwargs) if template_kwargs else {}
+        if extra and (clash := RESERVED & extra.keys()):
             raise CodecError("TEMPLATE_REFUSED", f"template_kwargs may not set {', '.join(sorted(clash))}")
         try:
             items, texts = self._all_as_dicts(self._placed(messages))
@@ -118,8 +118,8 @@ class ChatTemplate:
                 "tools": known or None,
                 "add_generation_prompt": add_generation_prompt,
                 **extra,
+                WORK: Work(),
             }
-            variables[WORK] = Work()
             template = self._template
             return joined(
                 template.root_render_func(Context(template.environment, variables, template.name, template.blocks))

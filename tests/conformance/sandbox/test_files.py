@@ -225,6 +225,23 @@ async def test_a_layer_lands_whatever_somebody_left_in_its_way(box: Box) -> None
     assert await box.out("cat plain/.wh.x") == "content", "it means something in a layer only"
 
 
+@pytest.mark.parametrize("mode", ["500", "000"])
+async def test_a_small_layer_lands_in_a_directory_that_its_owner_locked(box: Box, mode: str) -> None:
+    """R75, R76: small layers go another way than large ones, with the same end."""
+    await box.run(shell=f"mkdir -p a/locked a/open; echo old | tee a/locked/x a/open/x; chmod {mode} a/locked")
+    layer = tar(*((member(name), b"new") for name in ("a/open/x", "a/locked/x", "a/made/x", "a/open/y/x")))
+    await box.write_tree(".", layer, layer=True)
+    assert await box.out("cat a/open/x a/locked/x a/made/x a/open/y/x") == "new" * 4
+
+
+async def test_a_small_layer_removes_files_and_lands_in_open_directories(box: Box) -> None:
+    """R75, R76"""
+    await box.run(shell="mkdir -p a; echo old | tee a/x a/y; ln -s x a/z")
+    removed = ((member(name), b"") for name in ("a/.wh.x", "a/.wh.nothing", ".wh.neither"))
+    await box.write_tree(".", tar(*removed, (member("a/z"), b"new"), (member("a/w"), b"new")), layer=True)
+    assert await box.out("cd a; ls; cat y z w; stat -c ' %F' z") == "w\ny\nz\nold\nnewnew regular file"
+
+
 async def test_a_tree_is_removed_however_deep_and_locked_it_is(box: Box) -> None:
     """R70, R75: by a remove and by a layer."""
     make = (

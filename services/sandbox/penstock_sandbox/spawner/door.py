@@ -285,10 +285,10 @@ class Door:
 
         A few small files, which every agent starts with, are written faster than a child is made.
         """
-        if trees.is_small(request, descriptors):
-            with syscalls.without_capabilities(_CAPABILITIES):
+        with syscalls.without_capabilities(_CAPABILITIES):
+            if trees.is_small(request, descriptors):
                 trees.run_job(request, descriptors)
-            return {}, []
+                return {}, []
         pid = os.fork()
         if pid == 0:
             code = 70
