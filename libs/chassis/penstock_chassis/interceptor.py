@@ -27,7 +27,7 @@ import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from penstock_chassis import rpc_status, tracing
+from penstock_chassis import journal, rpc_status, tracing
 from penstock_chassis.auth import HEALTH_CHECK, Authenticator, Role, RoleTable, authorize
 from penstock_chassis.errors import InvalidArgument, PenstockError, PermissionDenied, Unauthenticated
 from penstock_chassis.logging import Meter
@@ -268,6 +268,8 @@ async def _fail(method: str, started: float, context: grpc.aio.ServicerContext[A
             return  # KeyboardInterrupt and its like end the process
         told = rpc_status.unexpected()
         _log.error("rpc failed", method=method, incident_id=told.metadata[rpc_status.INCIDENT], exc_info=error)
+    elif journal.refusal(error):
+        _log.error("the disk refused what an rpc was to record", method=method, exc_info=error)
     status = rpc_status.to_status(told)
     _report(method, time.perf_counter() - started, status.code.name, reason=told.reason)
     trailing = (*(context.trailing_metadata() or ()), *status.trailing_metadata)

@@ -70,9 +70,28 @@ _LOCK_WAIT_S = 2.0
 _REFUSED: Final = (sqlite3.Error, ValueError, TypeError, OverflowError)
 """What a statement fails with: besides its own errors, sqlite3 raises the others for values that it cannot bind."""
 
+_OF_THE_DISK: Final = frozenset(
+    {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN}
+)
+
 _FORBIDDEN = frozenset(
     {"BEGIN", "COMMIT", "END", "ROLLBACK", "SAVEPOINT", "RELEASE", "ATTACH", "DETACH", "VACUUM", "PRAGMA"}
 )
+
+
+def refusal(error: BaseException) -> Unavailable | None:
+    """What to tell of a write, or a read, that the disk refused: `JOURNAL_FAILED`, and nothing of it happened.
+
+    None for every other error.
+    """
+    if not isinstance(error, sqlite3.Error) or getattr(error, "sqlite_errorcode", 0) & 0xFF not in _OF_THE_DISK:
+        return None
+    return Unavailable(
+        f"The service's disk refused to record this ({error}), so it did not happen. Free some of it or mend it, and"
+        " try again.",
+        reason="JOURNAL_FAILED",
+        retry_after_s=2.0,
+    )
 
 
 class _Job(NamedTuple):
@@ -137,6 +156,7 @@ class Journal:
         Raises:
             FailedPrecondition: `JOURNAL_IN_USE` when another process owns the file, `JOURNAL_TOO_NEW` when a newer
                 version wrote it, `JOURNAL_UNREADABLE` when it is no database or cannot be opened.
+            Unavailable: `JOURNAL_FAILED` when the disk is full or broken.
             sqlite3.Error: a migration is wrong; the file stays at the version before it.
         """
         journal = cls(Path(path), migrations, sync)
@@ -462,7 +482,7 @@ def _open_error(path: Path, error: Exception) -> Exception:
         )
     if isinstance(error, OSError) or code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CANTOPEN):
         return FailedPrecondition(f"{path} cannot be opened as a journal: {error}.", reason="JOURNAL_UNREADABLE")
-    return error
+    return refusal(error) or error
 
 
 def _migrate(connection: sqlite3.Connection, path: Path, migrations: Sequence[str]) -> None:

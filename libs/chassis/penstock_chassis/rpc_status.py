@@ -1,8 +1,8 @@
 """The one table between the errors of the domain and gRPC statuses, in both directions.
 
 A status carries `google.rpc` details: always `ErrorInfo{reason, domain: "penstock", metadata}`, `BadRequest` for field
-violations, `RetryInfo` for a delay. Any exception that is not a `PenstockError` becomes INTERNAL with a generic text
-and an incident id under which the log has the details (R8).
+violations, `RetryInfo` for a delay. What the journal's disk refuses becomes UNAVAILABLE; any other exception that is
+not a `PenstockError` becomes INTERNAL with a generic text and an incident id under which the log has the details (R8).
 
 Details travel in trailing metadata, which peers bound at 8 KiB: what does not fit is shortened, never the code nor the
 reason.
@@ -19,7 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from penstock_chassis import errors
+from penstock_chassis import errors, journal
 from penstock_chassis.errors import PenstockError, Violation
 
 DOMAIN: Final = "penstock"
@@ -82,7 +82,8 @@ class RpcStatus:
 def expected(error: BaseException) -> PenstockError | None:
     """The error that a caller is meant to see, or None when the exception is a fault of ours.
 
-    A task group wraps what its tasks raise: a group of nothing but `PenstockError`s counts as its first.
+    What the journal's disk refused is told as that, so that the caller asks again. A task group wraps what its tasks
+    raise: a group of nothing but `PenstockError`s counts as its first.
     """
     if isinstance(error, PenstockError):
         return error
@@ -90,7 +91,7 @@ def expected(error: BaseException) -> PenstockError | None:
         found = [expected(item) for item in error.exceptions]
         if all(item is not None for item in found):
             return found[0]
-    return None
+    return journal.refusal(error)
 
 
 def unexpected() -> errors.Internal:

@@ -32,6 +32,7 @@ from penstock_chassis.collector import Collector
 from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_chassis.exposition import exposition
 from penstock_chassis.interceptor import ServerInterceptor
+from penstock_chassis.journal import refusal
 from penstock_chassis.limits import Limits
 from penstock_chassis.operations import Operations, Troubles, no_troubles
 from penstock_chassis.process import set_parent_death_signal
@@ -234,6 +235,7 @@ def run(settings: type[S], name: str, build: Callable[[S], AbstractAsyncContextM
     except Exception as error:
         # A service whose parts run in a task group fails with a group around what it has to say.
         told = _only_cause(error)
+        told = refusal(told) or told
         if not isinstance(told, PenstockError):
             raise
         sys.stderr.write(f"penstock-{name}: {told.message}\n")

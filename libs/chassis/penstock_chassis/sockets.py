@@ -31,6 +31,12 @@ def gets_all(transport: asyncio.BaseTransport) -> bool:
     return sock is not None and _is_written(transport) and _is_whole(sock) and not _queued(sock, _UNSENT)
 
 
+def is_open(transport: asyncio.BaseTransport) -> bool:
+    """Whether the connection stands and its other end has not said that it ends."""
+    sock = _socket(transport)
+    return sock is not None and _state(sock) == _ESTABLISHED
+
+
 def stands(transport: asyncio.BaseTransport) -> bool:
     """Whether no reset came: the connection is open, or its other end said in order that it sends no more."""
     sock = _socket(transport)

@@ -94,13 +94,6 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
             instance_id=instance_id,
             max_open=settings.max_terminals,
         )
-        lost = await fleet.recover()
-        if taken_up := await terminals.recover():
-            _log.info("terminals of the last driver go on", count=taken_up)
-        fleet.watch_calls()
-        if lost:
-            _log.warning("rollouts were running when the last driver died", count=lost)
-
         oversight = Oversight(fleet, terminals)
         stack.enter_context(oversight.told())
 
@@ -113,6 +106,12 @@ async def build(settings: DriverSettings) -> AsyncIterator[Service]:
             await stop()
 
         try:
+            lost = await fleet.recover()
+            if taken_up := await terminals.recover():
+                _log.info("terminals of the last driver go on", count=taken_up)
+            fleet.watch_calls()
+            if lost:
+                _log.warning("rollouts were running when the last driver died", count=lost)
             # A driver that can write nothing more ends, and the next start ends what ran: nobody waits for it in vain.
             async with asyncio.TaskGroup() as whole:
                 watching = whole.create_task(history.until_broken())

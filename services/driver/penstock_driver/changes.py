@@ -62,6 +62,9 @@ class _Layer:
             for member in source:
                 self._count()
                 self._take(source, member)
+                # Both would keep everything that they have seen: a gigabyte for as many empty files as may be.
+                for archive in (source, self._archive):
+                    archive.members.clear()  # type: ignore[attr-defined]  # typeshed leaves it out
         self._archive.close()
         return Changes(self._entries, self._bytes, self._removed, self._left_out_count, tuple(self._left_out))
 

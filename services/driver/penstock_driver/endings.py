@@ -22,6 +22,8 @@ OF_THE_SANDBOX: Final = frozenset({"SANDBOX_LOST", "SANDBOX_NOT_READY", "SANDBOX
 """Reasons of errors that are about a whole sandbox and not about a file in it."""
 _OF_THE_TASK: Final = frozenset({"CAPABILITY_MISSING", "IMAGE_NOT_ALLOWED", "USER_RESERVED"})
 """What a task asks of its sandbox and this backend, or this operator, does not give."""
+_OF_THE_POLICY: Final = frozenset({"CONTEXT_EXCEEDED", "CALL_TOO_LARGE"})
+"""Why a call got no answer, where the conversation is the cause: who fills it would choose not to be graded."""
 _LEFT_BY_AN_AGENT: Final = frozenset(
     {"TREE_TOO_LARGE", "FILE_PERMISSION", "FILE_REPLACED", "PATH_TOO_LONG", "NOT_A_DIRECTORY", "SYMLINK_IN_PATH"}
 )
@@ -75,13 +77,20 @@ def judge(
     ended_well = end.reason is ExitReason.EXITED and end.code in success_codes and not said_failed
     if ended_well and not closing.gave_up:
         return None
-    if closing.unanswered:
+    # Where no call was ever answered the policy has said nothing that could have filled it.
+    outgrown = closing.last_failure in _OF_THE_POLICY and closing.unanswered < closing.calls
+    if closing.unanswered and not outgrown:
         why = f" (the last: {closing.last_failure})" if closing.last_failure else ""
         message = f"{closing.unanswered} of {closing.calls} model calls got no answer{why}, and the agent gave up"
         return Failure(Cause.MODEL, "MODEL_CALL_FAILED", message, not closing.is_final, phase)
     if gate_was_away:
         message = f"the gate could not be reached for a while, and the agent ended badly: {describe(end)}"
         return Failure(Cause.INFRASTRUCTURE, "GATE_INTERRUPTED", message, True, phase, part=Party.GATE)
+    if closing.unanswered:
+        message = (
+            f"the conversation became too long ({closing.last_failure}), and the agent ended badly: {describe(end)}"
+        )
+        return Failure(Cause.AGENT, "CONTEXT_EXCEEDED", message, False, phase)
     if said_failed:
         return Failure(Cause.AGENT, "AGENT_REPORTED_FAILURE", f"reason: {done.data.get('reason')}", False, phase)  # type: ignore[union-attr]
     if end.reason is ExitReason.OOM:

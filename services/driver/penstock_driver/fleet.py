@@ -131,9 +131,10 @@ class Fleet:
         Each is released first, found by its labels, and ended then, so that an ended rollout has no sandbox. If the
         other services are not there for a minute, it is ended all the same, says so, and its release is owed.
         """
-        for rollout_id in await self.records.owed():
-            self._owe_release(rollout_id)
+        owed = await self.records.owed()
         lost = [record async for record in self.records.all(Filter(ended=False))]
+        for rollout_id in owed:
+            self._owe_release(rollout_id)
         for record in lost:
             self._recovering[record.rollout_id] = End()
             self._own(self._see_lost(record))
@@ -199,7 +200,11 @@ class Fleet:
         await self._gate.close(rollout_id, "ROLLOUT_ENDED")
 
     def _owe_release(self, rollout_id: str) -> None:
-        self._releases.owe(rollout_id, partial(self.records.settled, rollout_id))
+        self._releases.owe(rollout_id, partial(self._settled, rollout_id))
+
+    async def _settled(self, rollout_id: str) -> None:
+        await self.history.flush()  # that it is owed may wait there for a disk that is full
+        await self.records.settled(rollout_id)
 
     def start(
         self,

@@ -36,6 +36,8 @@ from penstock_driver.rollouts import (
     failed,
 )
 
+ROOT: Final = ("root", "0")
+"""Users whose agents may change the system: who grades those in place has chosen so."""
 TAKE_S: Final = 120.0
 """How long reading the agent's changes may take, of CARRY_S."""
 DEFAULT_MAX_CHANGES_BYTES: Final = 1 << 30
@@ -77,19 +79,8 @@ class Grader:
             raise failed(Cause.TASK, "RESTORE_TOO_LARGE", message, Phase.CONFIGURING) from None
 
     async def check_system(self, sandbox: SandboxFacts) -> None:
-        """That the agent's sandbox has the system that it was prepared with. RolloutFailed (GRADING_BLOCKED)."""
-        own = (sandbox.workdir, sandbox.home)
-        looked_at = [path for path in SYSTEM if not any(f"{place}/".startswith(f"{path}/") for place in own)]
-        with tempfile.TemporaryFile(dir=self._spool) as diff:
-            with of_the_agent():
-                deleted = await self._sandboxes.diff(sandbox.sandbox_id, looked_at, diff, _MAX_SYSTEM_BYTES)
-            diff.seek(0)
-            changed = [*deleted, *await asyncio.to_thread(changes.files_of, diff)]
-        if foreign := sorted(set(changed) - _OF_THE_CONTAINER):
-            message = f"the agent changed the system that its verifier would run on: {foreign[0]!a}"
-            if len(foreign) > 1:
-                message += f" and {len(foreign) - 1} more"
-            raise failed(Cause.AGENT, "GRADING_BLOCKED", message, Phase.VERIFYING)
+        """See the function."""
+        await check_system(self._sandboxes, sandbox, self._spool)
 
     async def take(self, sandbox: SandboxFacts) -> None:
         """Fetch the agent's changes. RolloutFailed (AGENT, CHANGES_TOO_LARGE)."""
@@ -168,6 +159,22 @@ class Grader:
             message = "the working directory is the root: name the directories to grade in verifier.changes_below"
             raise failed(Cause.TASK, "CHANGES_UNBOUNDED", message, Phase.CONFIGURING)
         return roots
+
+
+async def check_system(sandboxes: Sandboxes, sandbox: SandboxFacts, spool: Path | None) -> None:
+    """That the agent's sandbox has the system that it was prepared with. RolloutFailed (GRADING_BLOCKED)."""
+    own = (sandbox.workdir, sandbox.home)
+    looked_at = [path for path in SYSTEM if not any(f"{place}/".startswith(f"{path}/") for place in own)]
+    with tempfile.TemporaryFile(dir=spool) as diff:
+        with of_the_agent():
+            deleted = await sandboxes.diff(sandbox.sandbox_id, looked_at, diff, _MAX_SYSTEM_BYTES)
+        diff.seek(0)
+        changed = [*deleted, *await asyncio.to_thread(changes.files_of, diff)]
+    if foreign := sorted(set(changed) - _OF_THE_CONTAINER):
+        message = f"the agent changed the system that its verifier would run on: {foreign[0]!a}"
+        if len(foreign) > 1:
+            message += f" and {len(foreign) - 1} more"
+        raise failed(Cause.AGENT, "GRADING_BLOCKED", message, Phase.VERIFYING)
 
 
 def _too_large(what: str) -> RolloutFailed:

@@ -30,7 +30,7 @@ from penstock_driver.endings import (
     is_of_a_sandbox_at_work,
     judge,
 )
-from penstock_driver.grading import Grader
+from penstock_driver.grading import ROOT, Grader
 from penstock_driver.launches import Launch, Place, check_host_tools, plan_launch
 from penstock_driver.patience import UNAVAILABLE_PATIENCE_S, patiently
 from penstock_driver.ports import (
@@ -65,9 +65,6 @@ from penstock_driver.workdir import Work
 NAMELESS_MODEL: Final = "model"
 """What the agent calls the model when its source gives no name, as a bare tokenizer does."""
 CLEAN_UP_S: Final = 60.0
-_ROOT: Final = ("root", "0")
-"""Users whose agents may change the system: who grades those in place has chosen so."""
-
 _log = structlog.get_logger("penstock.driver")
 T = TypeVar("T")
 
@@ -123,6 +120,8 @@ class Conductor:
         self._sandbox: SandboxFacts | None = None
         self._forking: asyncio.Task[SandboxFacts] | None = None
         """The one to grade in is being made, or is there and has not taken the place of the agent's yet."""
+        self._deleting: asyncio.Task[None] | None = None
+        """The agent's sandbox is going, and a fork takes its place."""
         self._gate_asked = False
         self._closing: GateClosing | None = None
         verifier = order.task.verifier
@@ -328,7 +327,7 @@ class Conductor:
         try:
             if grader.grading.fresh_fork:
                 sandbox = await self._move_to_fresh_fork(grader, sandbox, prepared)
-            elif self._order.tells_changes and self._order.sandbox.user not in _ROOT:
+            elif self._order.tells_changes and self._order.sandbox.user not in ROOT:
                 await grader.check_system(sandbox)
             async with asyncio.timeout(self._order.limits.verify_s):
                 reward = await grader.grade(sandbox, self._record)
@@ -346,13 +345,11 @@ class Conductor:
             async with asyncio.timeout(CARRY_S):
                 await grader.take(sandbox)
                 self._artifacts = await self._fetch_artifacts(sandbox, prepared)
-            # Not after the fork: rollouts that hold one place and wait for another would wait for each other.
-            deleting = asyncio.ensure_future(self._attempt("sandbox", self._sandboxes.delete(sandbox.sandbox_id)))
-            try:
-                self._sandbox = fork = await forking
-                await grader.put(fork)
-            finally:
-                await deleting
+            # Begun before the fork is waited for: rollouts that hold one place and wait for another would wait for each
+            # other. It ends while the verifier runs, and no verifier waits for it.
+            self._deleting = asyncio.ensure_future(self._attempt("sandbox", self._sandboxes.delete(sandbox.sandbox_id)))
+            self._sandbox = fork = await forking
+            await grader.put(fork)
             self._forking = None
         except TimeoutError:
             message = f"taking over the agent's changes took longer than {CARRY_S:g} s"
@@ -416,6 +413,8 @@ class Conductor:
                     lambda: self._gate.close(self._id, "ROLLOUT_ENDED"), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S
                 )
                 tasks.create_task(self._attempt("gate", closing))
+            if self._deleting:
+                await self._deleting
         if self._grader:
             self._grader.close()
         self._work.close()

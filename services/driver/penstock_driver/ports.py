@@ -92,6 +92,7 @@ class SandboxTerms:
     memory_bytes: int | None = None
     pids: int | None = None
     disk_bytes: int | None = None
+    inodes: int | None = None
     user: str = ""
     own_kernel: bool = False
     setup_network: bytes = b""
@@ -213,8 +214,9 @@ class Sandboxes(Protocol):
     async def kind(self, sandbox_id: str, path: str) -> PathKind | None:
         """What `path` itself is; None for what does not exist."""
 
-    async def entries(self, sandbox_id: str, path: str) -> Mapping[str, PathKind]:
-        """What is in a directory, by name; links on the way to it are followed."""
+    async def entries(self, sandbox_id: str, path: str, most: int) -> Mapping[str, PathKind]:
+        """What is in a directory, by name; links on the way to it are followed. Of more than `most` some are told, and
+        more than `most`: how many an agent leaves is its choice."""
 
     async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:
         """The first `max_bytes` of a regular file, and its size; NotFound or FailedPrecondition (NOT_A_FILE)."""

@@ -133,8 +133,11 @@ class Records:
 
     async def instance_id(self, proposal: str) -> str:
         """The lasting identity of this driver: the proposal of its first start."""
-        await self._journal.execute("INSERT OR IGNORE INTO driver VALUES ('instance', ?)", (proposal,))
-        rows = await self._journal.query("SELECT value FROM driver WHERE key = 'instance'")
+        known = "SELECT value FROM driver WHERE key = 'instance'"
+        rows = await self._journal.query(known)  # so that a driver starts on a disk that takes nothing, too
+        if not rows:
+            await self._journal.execute("INSERT OR IGNORE INTO driver VALUES ('instance', ?)", (proposal,))
+            rows = await self._journal.query(known)
         return str(rows[0][0])
 
     # Creation ---------------------------------------------------------------------------------------------------------

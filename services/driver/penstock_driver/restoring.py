@@ -130,7 +130,7 @@ async def _find(sandboxes: Sandboxes, sandbox_id: str, patterns: Sequence[Patter
     while pending:
         folder, wanted = pending.pop()
         wanted |= {pattern[1:] for pattern in wanted if pattern[0] == "**"}
-        entries = await _look(sandboxes, sandbox_id, folder, {pattern[0] for pattern in wanted})
+        entries = await _look(sandboxes, sandbox_id, folder, {pattern[0] for pattern in wanted}, room)
         room -= len(entries)
         if room < 0:
             raise _TooMany(f"more than {MAX_LOOKED_AT} entries to look at")
@@ -146,10 +146,12 @@ async def _find(sandboxes: Sandboxes, sandbox_id: str, patterns: Sequence[Patter
     return found
 
 
-async def _look(sandboxes: Sandboxes, sandbox_id: str, folder: str, names: set[str]) -> Mapping[str, PathKind]:
+async def _look(
+    sandboxes: Sandboxes, sandbox_id: str, folder: str, names: set[str], room: int
+) -> Mapping[str, PathKind]:
     """Entries of a directory, those with the names at least."""
     try:
-        return await _seen(sandboxes, sandbox_id, folder, names)
+        return await _seen(sandboxes, sandbox_id, folder, names, room)
     except PermissionDenied:
         # An agent may have locked it away from us, or left the way in to who knows the name.
         with io.BytesIO() as layer:
@@ -157,15 +159,17 @@ async def _look(sandboxes: Sandboxes, sandbox_id: str, folder: str, names: set[s
                 archive.addfile(_directory(folder))
             layer.seek(0)
             await sandboxes.put_layer(sandbox_id, "/", layer)
-        return await _seen(sandboxes, sandbox_id, folder, names)
+        return await _seen(sandboxes, sandbox_id, folder, names, room)
 
 
-async def _seen(sandboxes: Sandboxes, sandbox_id: str, folder: str, names: set[str]) -> Mapping[str, PathKind]:
+async def _seen(
+    sandboxes: Sandboxes, sandbox_id: str, folder: str, names: set[str], room: int
+) -> Mapping[str, PathKind]:
     if not any(_WILD & set(name) for name in names):
         kinds = {name: await sandboxes.kind(sandbox_id, f"{folder}/{name}") for name in sorted(names)}
         return {name: kind for name, kind in kinds.items() if kind is not None}
     try:
-        return await sandboxes.entries(sandbox_id, folder or "/")
+        return await sandboxes.entries(sandbox_id, folder or "/", room)
     except NotFound as error:
         if error.reason in OF_THE_SANDBOX:
             raise

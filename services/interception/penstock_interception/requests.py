@@ -45,6 +45,22 @@ class LinePattern(Protocol):
     def sub(self, repl: str, text: str, /) -> str: ...
 
 
+MOST_NOTES: Final = 32
+MOST_NOTE_CHARS: Final = 160
+MOST_NAME_CHARS: Final = 64
+"""Of what is kept with a call about its body: names in it are the agent's, as long and as many as it likes."""
+
+
+def bounded(notes: Sequence[str]) -> tuple[str, ...]:
+    """The first of them, none too long; how many there are besides is said."""
+    if len(notes) == MOST_NOTES + 1 and notes[-1].startswith("and "):
+        return tuple(notes)  # they were cut before
+    kept = tuple(
+        note if len(note) <= MOST_NOTE_CHARS else f"{note[:MOST_NOTE_CHARS]}..." for note in notes[:MOST_NOTES]
+    )
+    return kept if len(notes) <= MOST_NOTES else (*kept, f"and {len(notes) - MOST_NOTES} more")
+
+
 @quick
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
@@ -79,6 +95,11 @@ class ChatRequest:
         tools, digest = _interned(self.tools) if self.tools else ((), b"")
         object.__setattr__(self, "tools", tools)
         object.__setattr__(self, "tools_sha256", digest)
+        if self.normalisations:
+            object.__setattr__(self, "normalisations", bounded(self.normalisations))
+        if self.provider_tools:
+            names = tuple(name[:MOST_NAME_CHARS] for name in self.provider_tools[:MOST_NOTES])
+            object.__setattr__(self, "provider_tools", names)
 
     def with_messages(self, messages: tuple[Message, ...], raw: Sequence[Any] | None) -> ChatRequest:
         """The same of this conversation."""

@@ -3,6 +3,8 @@
 Invariants
 - A lease runs from READY: waiting for a place or for the backend costs nothing of it. Pausing does not stop it.
 - No renewal reaches beyond ``max_lifetime_s`` after READY; what was granted is told.
+- It runs on a clock that goes on evenly, whatever is done to the machine's (`clock.steady`); no lease outlives the
+  service: what an earlier one left is LOST.
 - A backend hears of a renewal before the caller does; if it fails, the lease is as it was.
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from penstock_chassis.metrics import Read, Reader
 from penstock_chassis.operations import Trouble
 from penstock_sandbox import metrics
+from penstock_sandbox.clock import even_time
 from penstock_sandbox.model import State
 from penstock_sandbox.sandboxes import Sandboxes
 from penstock_sandbox.snapshots import Snapshots
@@ -18,7 +18,7 @@ from penstock_sandbox.snapshots import Snapshots
 class Oversight:
     """Looks at the sandboxes of one service. `clock` gives seconds since the epoch."""
 
-    def __init__(self, sandboxes: Sandboxes, snapshots: Snapshots, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, sandboxes: Sandboxes, snapshots: Snapshots, clock: Callable[[], float] = even_time) -> None:
         self._sandboxes = sandboxes
         self._snapshots = snapshots
         self._clock = clock

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from penstock_chassis.journal import Journal
+from penstock_chassis.journal import Journal, refusal
 from penstock_sandbox.model import SandboxSpec, Snapshot
 
 MIGRATIONS = (
@@ -61,11 +63,12 @@ class Records:
         return [Record(row["id"], row["backend"], _labels(row["labels"]), row["created_at"]) for row in rows]
 
     async def write(self, record: Record) -> None:
-        """Remember a sandbox; returns once it is on disk."""
-        await self._journal.execute(
-            "INSERT INTO sandbox (id, backend, labels, created_at) VALUES (?, ?, ?, ?)",
-            (record.id, record.backend, json.dumps(dict(record.labels)), record.created_at),
-        )
+        """Remember a sandbox; returns once it is on disk. Unavailable (JOURNAL_FAILED) when the disk refuses it."""
+        with _refused():
+            await self._journal.execute(
+                "INSERT INTO sandbox (id, backend, labels, created_at) VALUES (?, ?, ?, ?)",
+                (record.id, record.backend, json.dumps(dict(record.labels)), record.created_at),
+            )
 
     async def erase(self, sandbox_ids: Sequence[str]) -> None:
         """Forget sandboxes of which nothing is left; unknown ones are fine."""
@@ -112,16 +115,26 @@ class SnapshotRecords:
         return {row["backend"] for row in await self._journal.query("SELECT DISTINCT backend FROM snapshot")}
 
     async def write(self, record: SnapshotRecord) -> None:
-        """Remember a snapshot; returns once it is on disk."""
+        """Remember a snapshot; returns once it is on disk. Unavailable (JOURNAL_FAILED) when the disk refuses it."""
         one = record.snapshot
-        await self._journal.execute(
-            "INSERT INTO snapshot (id, backend, made_by, content) VALUES (?, ?, ?, ?)",
-            (one.id, one.backend, _made_by(), _CONTENT.dump_json(record)),
-        )
+        with _refused():
+            await self._journal.execute(
+                "INSERT INTO snapshot (id, backend, made_by, content) VALUES (?, ?, ?, ?)",
+                (one.id, one.backend, _made_by(), _CONTENT.dump_json(record)),
+            )
 
     def erase(self, snapshot_id: str) -> asyncio.Future[list[int]]:
         """Forget a snapshot, in order with what is written before and after; await it to have it on disk."""
         return self._journal.submit([("DELETE FROM snapshot WHERE id = ?", (snapshot_id,))])
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """A disk's refusal is one of this service's: told for each sandbox by itself, and counted like the others."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise refusal(error) or error from error
 
 
 def _made_by() -> str:

@@ -36,6 +36,7 @@ from penstock_sandbox import metrics
 from penstock_sandbox.admission import Admission, Owner
 from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandle, SealedLayer
 from penstock_sandbox.bases import Bases, unknown
+from penstock_sandbox.clock import even_time
 from penstock_sandbox.deletion import Pause
 from penstock_sandbox.leases import Leases
 from penstock_sandbox.model import BackendInfo, ForkKind, NetworkPolicy, Resources, Sandbox, SandboxSpec, State
@@ -74,7 +75,7 @@ class Sandboxes:
         journal: Journal,
         spool: Path,
         limits: Limits,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = even_time,
         pause: Pause = asyncio.sleep,
     ) -> None:
         self._backends = backends
@@ -260,6 +261,7 @@ class Sandboxes:
                 default_resources=self._policy.with_defaults(backend, Resources()),
                 max_lifetime_s=self._limits.max_lifetime_s,
                 max_sandboxes_per_owner=self._limits.max_sandboxes_per_owner,
+                max_resources=self._limits.max_resources,
             )
             for name, backend in sorted(self._backends.items())
         ]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from penstock_chassis.errors import FailedPrecondition, PenstockError
 from penstock_sandbox import files
 from penstock_sandbox.backends.base import Backend
 from penstock_sandbox.bases import unknown
+from penstock_sandbox.clock import even_time
 from penstock_sandbox.deletion import Deletion, Pause
 from penstock_sandbox.model import SNAPSHOT_LABEL, ExitReason, RunResult, SandboxSpec, Snapshot, SnapshotSpec
 from penstock_sandbox.records import SnapshotRecord, SnapshotRecords
@@ -81,7 +81,7 @@ class Snapshots:
         cache_bytes: int,
         *,
         keep: bool = False,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = even_time,
         pause: Pause = asyncio.sleep,
     ) -> None:
         self._sandboxes = sandboxes
@@ -118,11 +118,13 @@ class Snapshots:
                 if records:
                     _log.warning("snapshots are not known for now", backend=backend.name, reason=error.message)
                 return
+            # First what may fail: all of this is tried again then.
+            for record in records:
+                if record.snapshot.id not in there:
+                    await self._records.erase(record.snapshot.id)
             for record in records:
                 if record.snapshot.id in there:
                     self._adopt(record)
-                else:
-                    await self._records.erase(record.snapshot.id)
             self._trim()
 
         return Deletion(f"what an earlier service left of snapshots on {backend.name}", attempt, pause=self._pause)
@@ -245,10 +247,10 @@ class Snapshots:
         Raises Unavailable (DELETE_PENDING) when its backend could not remove it yet.
         """
         if snapshot_id in self._known:
-            deletion = self._forget(snapshot_id)
+            # A disk that refuses this leaves it known, so that it can be asked for again.
             await self._records.erase(snapshot_id)
-            if deletion is not None:
-                await deletion.outcome()
+        if snapshot_id in self._known and (deletion := self._forget(snapshot_id)) is not None:
+            await deletion.outcome()
 
     async def aclose(self) -> None:
         """Stop what is being prepared and remove what is not kept, each with the last sandbox that stands on it."""

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from penstock_inference.engines.base import (
     UpdateFormat,
 )
 from penstock_inference.engines.numpy.engine import NumpyEngine
+from penstock_inference.replicas.life import Life
 from penstock_inference.testing import random_tensors, write_model
 
 TOKENS = 600
@@ -110,3 +112,45 @@ async def test_an_update_that_waits_does_not_wait_for_what_a_pause_froze(engine:
         await engine.resume()
         for call in calls:
             assert [span.policy_version for span in (await end(call)).version_spans] == [0, 1]
+
+
+async def test_an_update_waits_for_a_pause_that_began_while_it_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R22, R87: all replicas stand still while they change, those that had not answered the pause yet, too."""
+    asked: list[str] = []
+    staging, staged, freezing, frozen = (asyncio.Event() for _ in range(4))
+    ask = Life.ask
+
+    async def held(life: Life, method: str, *arguments: Any) -> Any:
+        asked.append(f"{method} {life.name}")
+        if method == "stage":
+            answer = await ask(life, method, *arguments)
+            staging.set()
+            await staged.wait()
+            return answer
+        slow = method == "pause" and life.name == opened._keeper.lives()[1].name
+        if slow:
+            freezing.set()
+            await frozen.wait()
+        answer = await ask(life, method, *arguments)
+        if slow:
+            asked.append("all are frozen")
+        return answer
+
+    async with replicas.pool(tmp_path) as opened:
+        monkeypatch.setattr(Life, "ask", held)
+        updating = asyncio.create_task(replicas.push(opened, tmp_path, 1, 1))
+        await staging.wait()
+        pausing = asyncio.create_task(opened.pause(PauseMode.KEEP))
+        await freezing.wait()
+        staged.set()
+        for _ in range(1000):  # more than an update takes that waits for nobody to ask for the switch
+            await asyncio.sleep(0)
+        frozen.set()
+        await asyncio.gather(updating, pausing)
+        first_switch = next(place for place, what in enumerate(asked) if what.startswith("switch"))
+        assert asked.index("all are frozen") < first_switch
+        assert opened.info().paused
+        await opened.resume()
+        assert set((await replicas.versions(opened)).values()) == {1}

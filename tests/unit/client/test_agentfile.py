@@ -1,5 +1,7 @@
 """Agent specs from YAML."""
 
+import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 import penstock_driver
 from penstock.client import InvalidArgument
 from penstock.client.agentfile import dump_spec, load_spec
+from penstock.client.taskrules import MAX_FILE_BYTES
 from penstock.driver.v1 import agent_pb2
 from penstock_driver.registry import built_in_specs
 from penstock_driver.rpc.agents import spec_from_proto, spec_to_proto
@@ -94,3 +97,38 @@ def test_a_spec_that_does_not_hold_is_refused_with_the_field_and_the_reason(
     with pytest.raises(InvalidArgument) as caught:
         load_spec(file)
     assert said in str(caught.value)
+
+
+BOMB = "name: x\na: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{after}: &{after} [{','.join([f'*{before}'] * 10)}]\n" for before, after in pairwise("abcdefgh")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, "holds more than"),
+        ("name: x\nargv: " + "[" * 200 + "]" * 200, "in one another"),
+        ("name: x\nname: y", "a second time"),
+        ("name: x\ntoolbox: {files: [{path: a, from: ../secret}]}", "outside of the directory of the agent spec"),
+        ("name: x\ntoolbox: {files: [{path: a, from: link}]}", "outside of the directory of the agent spec"),
+        ("name: x\ntoolbox: {python_packages: {from: /etc/hostname}}", "outside of the directory of the agent spec"),
+        ("name: x\ntoolbox: {files: [{path: a, from: pipe}]}", "is no regular file"),
+        ("name: x\ntoolbox: {files: [{path: a, from: huge}]}", "at most"),
+    ],
+)
+def test_a_strangers_spec_is_bounded_and_takes_nothing_from_elsewhere(tmp_path: Path, text: str, said: str) -> None:
+    """R8, R23, R33: it is read as strictly as a task file."""
+    (tmp_path / "secret").write_text("key")
+    folder = tmp_path / "spec"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(folder / "pipe")
+    with (folder / "huge").open("wb") as huge:
+        huge.truncate(MAX_FILE_BYTES + 1)
+    file = folder / "agent.yaml"
+    file.write_text(text)
+    with pytest.raises(InvalidArgument) as caught:
+        load_spec(file)
+    assert caught.value.reason == "AGENT_FILE"
+    assert any(said in item.description for item in caught.value.violations), caught.value.violations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import posixpath
 import tarfile
+import tracemalloc
 from dataclasses import dataclass
 
 import pytest
@@ -147,3 +148,28 @@ def test_what_is_left_out_is_counted_and_named_up_to_a_bound() -> None:
     """R76"""
     told, _, _ = made([Item(f"work/{n}", tarfile.FIFOTYPE) for n in range(50)], [])
     assert (told.left_out, len(told.left_out_paths)) == (50, 32)
+
+
+def test_many_empty_files_take_little_memory() -> None:
+    """R23, R76: how many there are is the agent's choice."""
+    count, diff = 20_000, io.BytesIO()
+    with tarfile.open(fileobj=diff, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for index in range(count):
+            archive.addfile(tarfile.TarInfo(f"work/{index}"))
+            archive.members.clear()  # type: ignore[attr-defined]
+    diff.seek(0)
+    sink = io.BytesIO()
+    sink.write(bytes(count * 1100))
+    sink.seek(0)
+    tracemalloc.start()
+    try:
+        made = layer(diff, [], ["/work"], sink)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert made.entries == count
+    assert most < count * 400
+    sink.truncate()
+    sink.seek(0)
+    with tarfile.open(fileobj=sink) as archive:
+        assert len(archive.getmembers()) == count

@@ -116,6 +116,23 @@ def test_a_bad_end_while_the_gate_was_away_is_not_the_agents_and_a_good_one_is_a
     assert judge(good, GateClosing(calls=3), None, [0], Phase.RUNNING, gate_was_away=True) is None
 
 
+@pytest.mark.parametrize("reason", ["CONTEXT_EXCEEDED", "CALL_TOO_LARGE"])
+def test_a_policy_that_fills_its_context_until_its_agent_crashes_is_graded(reason: str) -> None:
+    """R59, R72, R74: it cannot choose to be left out; where a service failed too, that comes first."""
+    end = Exit(ExitReason.EXITED, code=1)
+    closing = GateClosing(calls=3, unanswered=1, last_failure=reason, is_final=True)
+    failure = judge(end, closing, None, [0], Phase.RUNNING)
+    assert failure is not None and failure.is_gradable and not failure.retriable
+    assert (failure.reason, failure.caused_by) == ("CONTEXT_EXCEEDED", Party.AGENT)
+    assert judge(Exit(ExitReason.EXITED, code=0), closing, None, [0], Phase.RUNNING) is None
+    away = judge(end, closing, None, [0], Phase.RUNNING, gate_was_away=True)
+    assert away is not None and away.reason == "GATE_INTERRUPTED"
+    at_once = judge(end, replace(closing, unanswered=3), None, [0], Phase.RUNNING)
+    assert at_once is not None and at_once.cause is Cause.MODEL
+    lost = judge(end, replace(closing, last_failure="UPSTREAM_UNREACHABLE"), None, [0], Phase.RUNNING)
+    assert lost is not None and not lost.is_gradable
+
+
 def test_an_agent_that_ends_well_after_a_call_that_nobody_answered_gave_up() -> None:
     """R59, R74: some end with 0 when the model is gone; what they left is not graded."""
     end = Exit(ExitReason.EXITED, code=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from penstock.client import InvalidArgument
 from penstock.client.rollouts import spec
 from penstock.client.taskfile import load_task
+from penstock.driver.v1 import rollout_pb2, rollout_service_pb2
+from penstock.interception.v1 import interception_pb2
 from penstock_chassis.errors import InvalidArgument as Refused
 from penstock_driver.registry import Agent, AgentRegistry, built_in_specs
 from penstock_driver.rpc.orders import order_from_proto
@@ -82,3 +85,28 @@ def test_a_task_file_that_holds_makes_a_rollout_that_is_taken(tmp_path_factory: 
         order_from_proto(spec(task, "shell", {}), _REGISTRY)
     except Refused as refused:
         raise AssertionError(f"the file holds, and a rollout is refused: {refused.message}") from None
+
+
+@pytest.mark.parametrize(("objects", "lists"), [(25, 10), (31, 1), (24, 0)])
+def test_what_a_client_could_not_read_back_is_not_taken(objects: int, lists: int) -> None:
+    """R25, R33: an answer has a task's metadata deeper than the request that brought it."""
+    value: Any = 1
+    for _ in range(lists):
+        value = [value]
+    for _ in range(objects):
+        value = {"x": value}
+    asked = rollout_service_pb2.CreateRolloutRequest(
+        spec=rollout_pb2.RolloutSpec(
+            task=rollout_pb2.Task(instruction="x"),
+            agent=rollout_pb2.AgentChoice(name="shell"),
+            mode=interception_pb2.MODE_INTERCEPTION_GATE,
+            source=interception_pb2.ModelSource(tokenizer=interception_pb2.ModelSource.Tokenizer(name="tiny")),
+        )
+    )
+    asked.spec.task.metadata.update({"x": value})
+    asked.spec.agent.options.update({"x": value})
+    heard = rollout_service_pb2.CreateRolloutRequest.FromString(asked.SerializeToString())
+    with pytest.raises(Refused) as refused:
+        order_from_proto(heard.spec, _REGISTRY)
+    fields = {violation.field for violation in refused.value.violations}
+    assert {"spec.task.metadata", "spec.agent.options"} <= fields

@@ -6,10 +6,11 @@ import asyncio
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import AsyncIterator, Callable
+import tarfile
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from hypothesis import given, settings
@@ -357,6 +358,24 @@ async def test_everything_that_was_started_is_killed_before_the_verifier_starts(
     calls = world.sandboxes.calls[before:]
     assert calls[:3] == ["kill"] * 3
     assert calls.index("run") > 2
+
+
+@pytest.mark.parametrize("user", ["", "root"])
+async def test_a_policy_that_changed_the_system_is_not_graded_on_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, user: str
+) -> None:
+    """R90: as in a rollout that is graded in place; who lets it be root has chosen so."""
+
+    async def diff(sandbox_id: str, below: Sequence[str], sink: BinaryIO, max_bytes: int) -> Sequence[str]:
+        assert "/usr/bin" in below
+        tarfile.open(fileobj=sink, mode="w").close()
+        return ["/usr/bin/test"]
+
+    monkeypatch.setattr(world.sandboxes, "diff", diff)
+    terminal_id = await world.open(sandbox=SandboxTerms(user=user))
+    given = await world.step(terminal_id, "a", Answer("done"))
+    assert given.HasField("reward") is (user == "root")
+    assert given.failure.reason == ("" if user else "GRADING_BLOCKED")
 
 
 async def test_results_of_episodes_that_ended_long_ago_are_forgotten_and_how_they_ended_is_not(

@@ -198,7 +198,7 @@ class Directories:
         await self._called("kind")
         return _kind(Path(path)) if os.path.lexists(path) else None
 
-    async def entries(self, sandbox_id: str, path: str) -> Mapping[str, PathKind]:
+    async def entries(self, sandbox_id: str, path: str, most: int) -> Mapping[str, PathKind]:
         await self._called("entries")
         return {item.name: _kind(item) for item in Path(path).iterdir()}
 

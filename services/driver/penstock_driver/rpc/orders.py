@@ -27,6 +27,7 @@ from penstock_driver.rpc.findings import Findings
 from penstock_driver.rpc.gate_terms import check_gate_terms, gate_terms
 from penstock_driver.rpc.values import (
     command_from_proto,
+    is_deeper,
     seed_from_proto,
     struct_to_dict,
 )
@@ -34,6 +35,9 @@ from penstock_driver.terminals.episodes import MAX_COMMANDS as MAX_STEPS
 from penstock_driver.terminals.episodes import TerminalOrder
 from penstock_driver.terminals.shell import DEFAULT_OUTPUT, MAX_OUTPUT
 
+MAX_NESTED: Final = 24
+"""Of objects and lists: protobuf writes deeper ones than it reads, and an answer has a spec deeper than a request."""
+_TOO_DEEP: Final = f"is nested in more than {MAX_NESTED} levels"
 MAX_INSTRUCTION_BYTES: Final = 1 << 20
 MAX_FILE_BYTES: Final = 16 << 20
 MAX_COMMANDS: Final = 1000
@@ -64,6 +68,8 @@ def order_from_proto(spec: rollout_pb2.RolloutSpec, registry: AgentRegistry) -> 
     sandbox = _sandbox_terms(spec.sandbox, found)
     if spec.HasField("max_attempts") and not 1 <= spec.max_attempts <= MAX_ATTEMPTS:
         found.add("spec.max_attempts", f"expected 1 to {MAX_ATTEMPTS}")
+    if is_deeper(spec.agent.options, MAX_NESTED):
+        found.add("spec.agent.options", _TOO_DEEP)
     found.refuse_rollout()
     choice = AgentChoice(
         options=struct_to_dict(spec.agent.options),
@@ -152,7 +158,7 @@ def preparation_key(
 
 def _sandbox_terms(sandbox: rollout_pb2.SandboxChoice, found: Findings) -> SandboxTerms:
     resources = sandbox.resources
-    for name in ("cpu", "memory_bytes", "pids", "disk_bytes"):
+    for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes"):
         value = getattr(resources, name) if resources.HasField(name) else None
         if value is not None and not (math.isfinite(value) and value > 0):
             found.add(f"spec.sandbox.resources.{name}", "expected a positive number")
@@ -165,6 +171,7 @@ def _sandbox_terms(sandbox: rollout_pb2.SandboxChoice, found: Findings) -> Sandb
         memory_bytes=resources.memory_bytes if resources.HasField("memory_bytes") else None,
         pids=resources.pids if resources.HasField("pids") else None,
         disk_bytes=resources.disk_bytes if resources.HasField("disk_bytes") else None,
+        inodes=resources.inodes if resources.HasField("inodes") else None,
         setup_network=sandbox.setup_network.SerializeToString(deterministic=True)
         if sandbox.HasField("setup_network")
         else b"",
@@ -180,6 +187,8 @@ def _task(task: rollout_pb2.Task, found: Findings) -> Task:
     if len(task.task_id) > 256:
         found.add("spec.task.task_id", "expected at most 256 characters")
     _check_variables(task.env, "spec.task.env", found)
+    if is_deeper(task.metadata, MAX_NESTED):
+        found.add("spec.task.metadata", _TOO_DEEP)
     return Task(
         task_id=task.task_id,
         instruction=task.instruction,

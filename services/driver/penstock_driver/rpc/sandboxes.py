@@ -113,6 +113,7 @@ class GrpcSandboxes:
                         ("memory_bytes", backend.capabilities.limit_memory),
                         ("pids", backend.capabilities.limit_pids),
                         ("disk_bytes", backend.capabilities.limit_disk),
+                        ("inodes", backend.capabilities.limit_inodes),
                     )
                     if held
                 ),
@@ -261,7 +262,7 @@ class GrpcSandboxes:
             return None
         return _KINDS[answer.info.kind]
 
-    async def entries(self, sandbox_id: str, path: str) -> Mapping[str, PathKind]:
+    async def entries(self, sandbox_id: str, path: str, most: int) -> Mapping[str, PathKind]:
         """See ports.Sandboxes."""
         found: dict[str, PathKind] = {}
         token = ""
@@ -273,7 +274,7 @@ class GrpcSandboxes:
                 answer = await self._files.List(request, timeout=CALL_S)
             found |= {info.name: _KINDS[info.kind] for info in answer.entries}
             token = answer.next_page_token
-            if not token:
+            if not token or len(found) > most:
                 return found
 
     async def read_file(self, sandbox_id: str, path: str, max_bytes: int) -> tuple[bytes, int]:
@@ -413,7 +414,11 @@ def _sandbox_spec(terms: SandboxTerms) -> sandbox_pb2.SandboxSpec:
         user=terms.user,
         own_kernel=terms.own_kernel,
         resources=sandbox_pb2.Resources(
-            cpu=terms.cpu, memory_bytes=terms.memory_bytes, pids=terms.pids, disk_bytes=terms.disk_bytes
+            cpu=terms.cpu,
+            memory_bytes=terms.memory_bytes,
+            pids=terms.pids,
+            disk_bytes=terms.disk_bytes,
+            inodes=terms.inodes,
         ),
     )
     if terms.image:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from google.protobuf.json_format import MessageToDict
-from google.protobuf.struct_pb2 import Struct
+from google.protobuf.struct_pb2 import ListValue, Struct
 from pydantic import JsonValue
 
 from penstock.sandbox.v1 import process_service_pb2, sandbox_service_pb2, toolbox_service_pb2
@@ -39,6 +39,21 @@ def struct_to_dict(struct: Struct) -> dict[str, JsonValue]:
     """A Struct as plain JSON values; all its numbers are floats."""
     value: dict[str, JsonValue] = MessageToDict(struct)
     return value
+
+
+def is_deeper(struct: Struct, levels: int) -> bool:
+    """Whether a Struct's objects and lists are nested in more than so many levels, itself counted."""
+    pending: list[tuple[Struct | ListValue, int]] = [(struct, 1)]
+    while pending:
+        holder, level = pending.pop()
+        if level > levels:
+            return True
+        for value in holder.fields.values() if isinstance(holder, Struct) else holder.values:
+            if value.HasField("struct_value"):
+                pending.append((value.struct_value, level + 1))
+            elif value.HasField("list_value"):
+                pending.append((value.list_value, level + 1))
+    return False
 
 
 def command_from_proto(command: process_service_pb2.Command) -> Command:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock_chassis.errors import NotFound, PenstockError, Unavailable
+from penstock_chassis.journal import refusal
 from penstock_driver.endings import failure_of
 from penstock_driver.rollouts import Cause, Failure, Outcome, Party, Phase, RolloutFailed
 from penstock_driver.terminals.episodes import EpisodeCourse
@@ -20,11 +21,20 @@ def failure_of_step(error: BaseException, course: EpisodeCourse) -> Failure:
     return stopped(phase)
 
 
-def fault(course: EpisodeCourse) -> Outcome:
-    """The end of an episode by a fault of the driver."""
+def fault(course: EpisodeCourse, error: BaseException) -> Outcome:
+    """The end of an episode by a fault of the driver, or because its disk refused to record a step."""
     phase = Phase.VERIFYING if course.answered else Phase.RUNNING
+    if refused := refusal(error):
+        message = f"a step could not be recorded: {refused.message}"
+        return Outcome(failure=Failure(Cause.INFRASTRUCTURE, "JOURNAL_FAILED", message, True, phase, part=Party.DRIVER))
     message = "a fault of the driver; its log has the details"
     return Outcome(failure=Failure(Cause.INFRASTRUCTURE, "INTERNAL", message, False, phase, part=Party.DRIVER))
+
+
+def unreleased(what: str) -> Unavailable:
+    """The error of what waits for the sandbox of an episode that is over."""
+    message = f"{what}, and its sandbox could not be deleted yet: the driver goes on trying"
+    return Unavailable(message, reason="TERMINAL_UNRELEASED", retry_after_s=1.0)
 
 
 def draining() -> Unavailable:

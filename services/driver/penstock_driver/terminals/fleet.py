@@ -8,8 +8,9 @@ running; one that was answered and not graded yet, or that needs what is kept in
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any, Final
 
 import structlog
 
-from penstock_chassis.errors import AlreadyExists, PenstockError, ResourceExhausted, Unavailable
+from penstock_chassis.errors import AlreadyExists, NotFound, PenstockError, ResourceExhausted
 from penstock_driver.ports import Sandboxes
 from penstock_driver.preflight import Preflight
 from penstock_driver.records import Records, new_id
@@ -29,7 +30,7 @@ from penstock_driver.rollouts import (
     Party,
     Phase,
 )
-from penstock_driver.terminals.endings import draining, ended_from_outside, stopped
+from penstock_driver.terminals.endings import draining, ended_from_outside, stopped, unreleased
 from penstock_driver.terminals.episodes import (
     Action,
     EpisodeCourse,
@@ -121,7 +122,10 @@ class Terminals:
                 if opening.cancelled():
                     raise draining() from None
                 raise
-        return await self._records.get(known)
+        try:
+            return await self._records.get(known)
+        except NotFound:
+            raise unreleased("the episode that this request opened before could not be opened") from None
 
     @contextmanager
     def _claim(self) -> Iterator[None]:
@@ -191,8 +195,7 @@ class Terminals:
             closed = ended_from_outside(Cause.CANCELLED, "CLOSED", "the episode was closed")
             await asyncio.shield(self._own(live.end(closed)))
         if await self._records.is_unreleased(terminal_id):
-            message = "the episode has ended, and its sandbox could not be deleted yet: the driver goes on trying"
-            raise Unavailable(message, reason="TERMINAL_UNRELEASED", retry_after_s=1.0)
+            raise unreleased("the episode has ended")
 
     # The whole --------------------------------------------------------------------------------------------------------
 
@@ -201,27 +204,33 @@ class Terminals:
         return await self._records.get(terminal_id)
 
     async def recover(self) -> int:
-        """Take up what the last driver left, and return how many episodes go on."""
+        """Take up what the last driver left, and return how many episodes go on.
+
+        All is read first: when the disk refuses that, the next start finds everything as it was.
+        """
         taken_up = 0
-        for record in await self._records.unreleased():
+        left = [(record, await self._records.steps(record.terminal_id)) for record in await self._records.unreleased()]
+        for record, steps in left:
             if record.outcome is not None:
                 self._owe_release(record.terminal_id)
             elif record.place is None:
                 # Nobody was told of it: the same request opens another one.
-                await self._records.forget_request(record)
+                await self._forget_request(record)
                 self._releases.owe(record.terminal_id, partial(self._records.forget, record))
             elif record.answered or record.order is None or record.deadline is None:
-                await self._end_lost(record)
+                await self._end_lost(record, steps)
             else:
-                await self._take_up(record, record.place, record.order, record.deadline)
+                self._take_up(record, record.place, record.order, record.deadline, steps)
                 taken_up += 1
         return taken_up
 
-    async def _take_up(self, record: TerminalRecord, place: PlaceRecord, kept: bytes, deadline: float) -> None:
+    def _take_up(
+        self, record: TerminalRecord, place: PlaceRecord, kept: bytes, deadline: float, steps: Sequence[StepRecord]
+    ) -> None:
         order = self._forms.order(kept)
         course, shell = EpisodeCourse(order.max_commands), ShellState(place.shell_directory)
         pending: StepRecord | None = None
-        for step in await self._records.steps(record.terminal_id):
+        for step in steps:
             course.begin(step.step_id, step.digest, is_answer=False)
             if step.shell is not None:
                 shell = replace(shell, saved_by=step.shell[0], last_code=step.shell[1])
@@ -231,20 +240,25 @@ class Terminals:
         if pending is not None and pending.action is not None:
             live.take_up(pending, self._forms.action(pending.action))
 
-    async def _end_lost(self, record: TerminalRecord) -> None:
+    async def _end_lost(self, record: TerminalRecord, steps: Sequence[StepRecord]) -> None:
         phase = Phase.VERIFYING if record.answered else Phase.RUNNING
         message = "the driver died while the episode was open, and it could not be taken up again"
         outcome = Outcome(
             failure=Failure(Cause.INFRASTRUCTURE, "DRIVER_RESTARTED", message, True, phase, part=Party.DRIVER)
         )
         last = Observation(ended=True, failure=outcome.failure)
-        cut_off = {
-            step.step_id: self._forms.observation(step.step_id, last)
-            for step in await self._records.steps(record.terminal_id)
-            if step.result is None
-        }
-        await self._records.ended(record.terminal_id, self._forms.outcome(outcome), b"", cut_off)
-        self._owe_release(record.terminal_id)
+        cut_off = {step.step_id: self._forms.observation(step.step_id, last) for step in steps if step.result is None}
+        end = (record.terminal_id, self._forms.outcome(outcome), b"", cut_off)
+
+        async def released() -> None:
+            await self._records.ended(*end)  # which it may be already
+            await self._records.released(record.terminal_id)
+
+        try:
+            await self._records.ended(*end)
+        except sqlite3.OperationalError as error:
+            _log.warning("an episode's end is not on disk yet", terminal_id=record.terminal_id, error=repr(error))
+        self._releases.owe(record.terminal_id, released)
 
     def _labels(self, terminal_id: str) -> dict[str, str]:
         return {DRIVER_LABEL: self._instance_id, TERMINAL_LABEL: terminal_id}
@@ -257,10 +271,15 @@ class Terminals:
 
     async def _forget(self, record: TerminalRecord) -> None:
         """An opening that failed: its request may come again, and it is known until its sandbox is gone."""
+        await self._forget_request(record)
+        await self._releases.settle(record.terminal_id, partial(self._records.forget, record))
+
+    async def _forget_request(self, record: TerminalRecord) -> None:
+        """A request may open another episode at once; where the disk refuses that, when the sandbox is gone."""
         try:
             await self._records.forget_request(record)
-        finally:
-            await self._releases.settle(record.terminal_id, partial(self._records.forget, record))
+        except sqlite3.OperationalError as error:
+            _log.warning("a request is not forgotten yet", terminal_id=record.terminal_id, error=repr(error))
 
     async def aclose(self) -> None:
         """End what is open, as DRIVER_STOPPED, and wait until all of it is released."""

@@ -99,6 +99,8 @@ class LiveEpisode:
         flight = self._flights.get(step_id)
         if flight is None:
             if self._course.knows(step_id, digest):
+                if self._course.ended:
+                    await self._wait_for_the_end()
                 return await past_step(self._shared.records, self._terminal_id, step_id, digest)
             flight = self._take_off(step_id, digest, self._in_turn(step_id, action, digest, kept))
         elif flight.digest != digest:
@@ -144,18 +146,22 @@ class LiveEpisode:
         """End an episode of which a step is begun and not on disk: what it does next could not be told apart."""
         try:
             yield
-        except Exception:
-            self._shared.own(self.end(fault(self._course)))
+        except Exception as error:
+            self._shared.own(self.end(fault(self._course, error)))
             raise
 
     async def _told(self, step_id: str, given: bytes | None) -> bytes:
         """What a step gave; None for one that the end of its episode cut off: it is told with that."""
         if given is not None:
             return given
+        await self._wait_for_the_end()
+        return self._unfinished[step_id]
+
+    async def _wait_for_the_end(self) -> None:
+        """Return when the end is on disk and may be told; raise why it is not."""
         await self._gone.wait()
         if self._fault is not None:
             raise self._fault
-        return self._unfinished[step_id]
 
     async def _do(self, step: StepRecord, action: Action) -> bytes | None:
         """Do a step, up to the end of its episode."""
@@ -178,9 +184,9 @@ class LiveEpisode:
         except (RolloutFailed, PenstockError, asyncio.CancelledError) as error:
             failure = await self._shared.steps.judged(self._place, failure_of_step(error, self._course))
             outcome = Outcome(failure=failure)
-        except Exception:  # noqa: BLE001 - an episode always ends with an outcome
+        except Exception as error:  # noqa: BLE001 - an episode always ends with an outcome
             _log.exception("a terminal's step failed by a fault of the driver", terminal_id=self._terminal_id)
-            outcome = fault(self._course)
+            outcome = fault(self._course, error)
         if result is not None:
             self._shell = self._shell.after(step.number, result.exit)
             given = self._shared.forms.observation(step.step_id, Observation(result=result))

@@ -44,6 +44,8 @@ class PlaceRecord:
     sandbox_id: str
     workdir: str
     shell_directory: str
+    home: str = ""
+    """Empty for an episode that an earlier version opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ class TerminalRecords:
         self, terminal_id: str, place: PlaceRecord, deadline: float, order: bytes | None, setup: bytes
     ) -> None:
         """The episode is open; `order` is what it needs to be taken up again."""
-        where = json.dumps([place.sandbox_id, place.workdir, place.shell_directory])
+        where = json.dumps([place.sandbox_id, place.workdir, place.shell_directory, place.home])
         await self._journal.execute(
             "UPDATE terminals SET place = ?, deadline = ?, ready_order = ?, setup = ? WHERE terminal_id = ?",
             (where, deadline, order, setup, terminal_id),

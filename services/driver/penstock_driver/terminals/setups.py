@@ -73,7 +73,7 @@ class TerminalSetups:
                 ),
                 full_s=order.limits.prepare_s,
             )
-            return PlaceRecord(facts.sandbox_id, facts.workdir, fresh_state().directory)
+            return PlaceRecord(facts.sandbox_id, facts.workdir, fresh_state().directory, facts.home)
 
         prepared = await self.get(order, key)
         try:

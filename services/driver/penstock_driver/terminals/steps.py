@@ -1,7 +1,8 @@
 """What a step of a terminal episode does in its sandbox: a command in the episode's shell, and the answer's grading.
 
 Invariants: a command has its limit here too, should the sandbox service forget it; before the verifier starts,
-everything that the commands started is dead (R60), and it alone is told where the answer is.
+everything that the commands started is dead (R60), and the system is as it was prepared (R90); it alone is told where
+the answer is.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from penstock_chassis.errors import FailedPrecondition
 from penstock_driver import rewards
 from penstock_driver.endings import ended_by_its_agent, is_of_a_sandbox_at_work
+from penstock_driver.grading import ROOT, check_system
 from penstock_driver.launches import FileToWrite
 from penstock_driver.patience import patiently
-from penstock_driver.ports import Command, CommandResult, Exit, ExitReason, Sandboxes
+from penstock_driver.ports import Command, CommandResult, Exit, ExitReason, Sandboxes, SandboxFacts
 from penstock_driver.rollouts import (
     Cause,
     CommandFinished,
@@ -88,6 +91,7 @@ class TerminalSteps:
         verifier = order.task.verifier
         if verifier is None:
             return None
+        await self._check_system(order, place)
         limit = order.limits.verify_s
         try:
             async with asyncio.timeout(limit):
@@ -97,6 +101,16 @@ class TerminalSteps:
         except TimeoutError:
             message = f"the verifier took longer than {limit:g} s"
             raise failed(Cause.VERIFIER, "VERIFIER_TIMED_OUT", message, Phase.VERIFYING) from None
+
+    async def _check_system(self, order: TerminalOrder, place: PlaceRecord) -> None:
+        """As of a rollout that is graded in place, where the backend tells what changed."""
+        if order.sandbox.user in ROOT or not place.home:
+            return
+        try:
+            await check_system(self._sandboxes, SandboxFacts(place.sandbox_id, place.home, place.workdir), None)
+        except FailedPrecondition as error:
+            if error.reason != "CAPABILITY_MISSING":
+                raise
 
     async def _kill_all(self, place: PlaceRecord, steps: int) -> None:
         slots = asyncio.Semaphore(_KILLS_AT_ONCE)

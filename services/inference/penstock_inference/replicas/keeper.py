@@ -73,6 +73,8 @@ class Keeper:
         self.replicas = tuple(Replica(f"r{n}", environment) for n, environment in enumerate(environments))
         self.policy = policy
         self.paused: PauseMode | None = None
+        self.freezing = asyncio.Lock()
+        """Held while replicas are told to freeze: `paused` says that before all have."""
         """A pause that froze stays one that did, whatever other is asked for, until all are resumed."""
         self.asleep = 0
         self.lock = asyncio.Lock()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -182,7 +182,15 @@ class ReplicaPool:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling on all; returns once all have stopped."""
-        await self._updates.settled()
+        keeper = self._keeper
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(keeper.freezing)
+            await self._updates.settled()
+            if mode is PauseMode.WAIT:
+                await stack.aclose()  # what runs may take long to finish, and an update may come meanwhile
+            await self._pause(mode)
+
+    async def _pause(self, mode: PauseMode) -> None:
         self._keeper.check_some_live()
         keeper, before = self._keeper, self._keeper.paused
         keeper.paused = mode if before in (None, PauseMode.WAIT) else before

@@ -81,7 +81,9 @@ class Updates(FileUpdates):
             async with self._keeper.lock:
                 lives = await self._stage(stage)
                 staged = time.monotonic()
-                self._free.clear()
+                # A pause that began meanwhile holds only those that have answered it.
+                async with self._keeper.freezing:
+                    self._free.clear()
                 try:
                     await self._switch(lives, policy, mode)
                 finally:

@@ -26,6 +26,7 @@ from penstock_interception.ingress import admission, blackbox, outcomes
 from penstock_interception.ingress.blackbox import Onward
 from penstock_interception.ingress.connections import Connections
 from penstock_interception.ingress.dialect import BadRequest
+from penstock_interception.requests import MOST_NAME_CHARS, bounded
 from penstock_interception.sources.registry import Sources
 from penstock_interception.sources.upstream import UpstreamSource
 from penstock_interception.turns import INLINE_BYTES, Turns
@@ -141,6 +142,8 @@ def _arrival(body: bytes, dialect: Dialect, onward: Onward) -> Arrival:
         stream=False,
         sampling=Sampling(),
         model_requested="",
-        normalisations=tuple(f"{name} was left out: it would run at the provider" for name in onward.hosted),
+        normalisations=bounded(
+            [f"{name[:MOST_NAME_CHARS]} was left out: it would run at the provider" for name in onward.hosted]
+        ),
         body_bytes=len(body),
     )

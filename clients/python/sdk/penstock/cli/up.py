@@ -28,8 +28,10 @@ from penstock.client.endpoints import (
     connection_file,
     write_connection,
 )
+from penstock.client.errors import InvalidArgument
 from penstock.client.stack import FIXED_PORTS, LocalStack, StackFailed, UpstreamEndpoint
 from penstock.client.supervision import ServiceRestart
+from penstock.client.yamlfile import YamlFile
 
 ModelDir = Annotated[Path | None, typer.Option(help="Directory with config.json, model.safetensors, tokenizer.json.")]
 Engine = Annotated[
@@ -64,11 +66,9 @@ def model_choice(
 
 def _check_yaml(script: Path) -> None:
     try:
-        yaml.safe_load(script.read_bytes())
-    except OSError as error:
-        usage_error(f"--script: {script}: {error.strerror}")
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        usage_error(f"--script: {script} is not YAML: {error}")
+        YamlFile(script)
+    except InvalidArgument as error:
+        usage_error(f"--script: {error}")
 
 
 def is_url(text: str) -> bool:

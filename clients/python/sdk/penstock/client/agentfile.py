@@ -3,14 +3,15 @@
 Names are the proto's. For people: enums are lower-case words (`stdin`; an event rule's `ignored` makes no event),
 durations are seconds in a key that ends in `_s` (`default_timeout_s`), an option's `default` is its `default_value`,
 permission bits are octal (`0755`), a file's content is text, or `content_base64`, or `from` a file beside the spec, and
-`python_packages` are a list, or `from` a requirements file.
+`python_packages` are a list, or `from` a requirements file. A spec may be a stranger's: it is read as strictly as a
+task file is, and what it names lies in its directory (`yamlfile`, `beside`).
 What the spec means is the driver's business, which checks it when it is registered. What `dump_spec` writes,
 `load_spec` reads as the same spec.
 """
 
 import base64
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,9 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 from google.protobuf.message import Message
 
+from penstock.client.beside import Beside, CannotRead
 from penstock.client.errors import InvalidArgument, Violation
+from penstock.client.yamlfile import YamlFile
 from penstock.driver.v1 import agent_pb2
 
 _SHORT_NAMES: Final = {"default": "default_value"}
@@ -44,17 +47,12 @@ def load_spec(path: Path) -> agent_pb2.AgentSpec:
         InvalidArgument: `AGENT_FILE`; `violations` name every field that does not hold.
     """
     try:
-        content = yaml.safe_load(path.read_bytes())
-    except OSError as error:
-        raise _refused(path, [Violation(str(path), error.strerror or "cannot be read")]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}: " if mark is not None else ""
-        what = f"{place}{getattr(error, 'problem', None) or 'is not YAML in UTF-8'}"
-        raise _refused(path, [Violation(str(path), what)]) from None
+        content = YamlFile(path).content
+    except InvalidArgument as error:
+        raise _refused(path, error.violations) from None
     if not isinstance(content, dict):
         raise _refused(path, [Violation(str(path), "an agent spec is a mapping with name, argv and so on")])
-    reader = _Reader(path.parent)
+    reader = _Reader(Beside(path.parent, bounds="the directory of the agent spec: copy it there"))
     converted = reader.message(agent_pb2.AgentSpec.DESCRIPTOR, content, "")
     if reader.wrong:
         raise _refused(path, reader.wrong)
@@ -72,8 +70,8 @@ def dump_spec(spec: agent_pb2.AgentSpec) -> str:
 class _Reader:
     """Turns the file's content into the proto's JSON form, and keeps what does not hold in `wrong`."""
 
-    def __init__(self, base: Path) -> None:
-        self._base = base
+    def __init__(self, beside: Beside) -> None:
+        self._beside = beside
         self.wrong: list[Violation] = []
 
     def message(self, descriptor: Descriptor, value: Any, where: str) -> Any:
@@ -85,11 +83,11 @@ class _Reader:
             try:
                 name, field = _field(descriptor, key, place)
                 if key == "from":
-                    result["content"] = _content(self._base / str(item), place)
+                    result["content"] = _content(self._beside, str(item), place)
                 elif key == "content_base64":
                     result[name] = item
                 elif key == "python_packages" and isinstance(item, Mapping):
-                    result[name] = _requirements(self._base, item, place)
+                    result[name] = _requirements(self._beside, item, place)
                 elif key == "content" and field.type == FieldDescriptor.TYPE_BYTES:
                     result[name] = base64.b64encode(str(item).encode()).decode()
                 elif item is not None:
@@ -162,23 +160,26 @@ def _word(enum: EnumDescriptor, value: Any, where: str) -> str:
     return name
 
 
-def _requirements(base: Path, item: Mapping[Any, Any], where: str) -> list[str]:
+def _requirements(beside: Beside, item: Mapping[Any, Any], where: str) -> list[str]:
     """The lines of a requirements file, each as one: without comments, continuation and needless white space."""
     if list(item) != ["from"]:
         raise _Wrong(where, "expected a list, or {from: FILE} with a requirements file")
-    path = base / str(item["from"])
     try:
-        joined = path.read_text("utf-8").replace("\\\n", " ").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _Wrong(where, f"{path}: {getattr(error, 'strerror', None) or 'is not text in UTF-8'}") from None
+        joined = _read(beside, str(item["from"]), where).decode().replace("\\\n", " ").splitlines()
+    except UnicodeDecodeError:
+        raise _Wrong(where, f"{item['from']} is not text in UTF-8") from None
     return [" ".join(line.split()) for line in joined if line.strip() and not line.lstrip().startswith("#")]
 
 
-def _content(path: Path, where: str) -> str:
+def _content(beside: Beside, name: str, where: str) -> str:
+    return base64.b64encode(_read(beside, name, where)).decode()
+
+
+def _read(beside: Beside, name: str, where: str) -> bytes:
     try:
-        return base64.b64encode(path.read_bytes()).decode()
-    except OSError as error:
-        raise _Wrong(where, f"{path}: {error.strerror}") from None
+        return beside.read(name)[0]
+    except CannotRead as error:
+        raise _Wrong(where, str(error)) from None
 
 
 def _full_name(field: FieldDescriptor) -> str:
@@ -280,7 +281,7 @@ def _number(value: Any) -> Any:
     return [_number(item) for item in value] if isinstance(value, list) else value
 
 
-def _refused(path: Path, violations: list[Violation]) -> InvalidArgument:
+def _refused(path: Path, violations: Sequence[Violation]) -> InvalidArgument:
     """Of several problems the message is the file's alone: whoever shows them gives each a line of its own."""
     message = f"{violations[0].field}: {violations[0].description}"
     if len(violations) > 1:

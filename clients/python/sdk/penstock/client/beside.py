@@ -27,10 +27,14 @@ class CannotRead(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A task file's directory. `also`: further directories whose files it may name, by the user's choice."""
+    """A task file's directory. `also`: further directories whose files it may name, by the user's choice.
+
+    `bounds` says of what is outside where that is, and what to do.
+    """
 
     directory: Path
     also: tuple[Path, ...] = ()
+    bounds: str = "the task's directory; if you trust the task, allow it with --files-from DIR"
 
     def place(self, name: str) -> Path:
         """Where what the file names is, links followed.
@@ -91,9 +95,7 @@ class Beside:
         except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to one another
             raise CannotRead(f"{path}: {getattr(error, 'strerror', None) or 'leads to itself'}") from None
         if not any(found.is_relative_to(root) for root in roots):
-            raise CannotRead(
-                f"{path} is outside of the task's directory; if you trust the task, allow it with --files-from DIR"
-            )
+            raise CannotRead(f"{path} is outside of {self.bounds}")
         return found
 
 

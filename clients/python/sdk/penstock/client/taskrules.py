@@ -21,7 +21,7 @@ _MAX_SECONDS: Final = 100 * 366 * 86_400
 FILE_PATH: Final = "must be the path of a file, without '..'"
 WORKING_DIRECTORY: Final = (".", "./")
 _RESERVED_LABEL: Final = "penstock_"
-_JSON_DEPTH: Final = 64
+_JSON_DEPTH: Final = 24
 
 
 def _check(holds: Callable[[str], object], otherwise: str) -> AfterValidator:

@@ -10,7 +10,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -26,6 +25,7 @@ from penstock_sandbox.backends.e2b.cloud import Cloud
 from penstock_sandbox.backends.e2b.equipment import WORKDIR, Workload, attach_command
 from penstock_sandbox.backends.e2b.errors import Denied, Gone
 from penstock_sandbox.backends.e2b.pipe import GONE, open_pipe
+from penstock_sandbox.clock import even_time
 from penstock_sandbox.model import NetworkKind, NetworkPolicy, Stats
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class E2BSandbox(AttendedSandbox):
         self._internet = network is NetworkKind.OPEN
         self._timeout = timeout
         self._release = release
-        self._until = time.time() + lease_s
+        self._until = even_time() + lease_s
         self._switching = asyncio.Lock()
         self._paused = False
         self._undoing: set[asyncio.Task[None]] = set()
@@ -115,7 +115,7 @@ class E2BSandbox(AttendedSandbox):
 
     async def _set_deadline(self, until: float) -> None:
         try:
-            await self._cloud.set_timeout(self.e2b_id, self._timeout(until - time.time()))
+            await self._cloud.set_timeout(self.e2b_id, self._timeout(until - even_time()))
         except Gone:
             self.lose(GONE)
             raise lost(LinkLost(GONE)) from None
@@ -200,7 +200,7 @@ class E2BSandbox(AttendedSandbox):
     async def _connect(self) -> None:
         """Have it run at E2B, with the deadline that it should have."""
         try:
-            self.made = await self._cloud.connect(self.e2b_id, self._timeout(max(self._until - time.time(), 0.0)))
+            self.made = await self._cloud.connect(self.e2b_id, self._timeout(max(self._until - even_time(), 0.0)))
         except Gone:
             self.lose(GONE)
             raise lost(LinkLost(GONE)) from None
