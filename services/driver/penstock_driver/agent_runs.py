@@ -82,7 +82,7 @@ async def run_agent(
                     stderr += item.data
                     del stderr[:-STDERR_TAIL_BYTES]
                 else:
-                    output.feed(item.data)
+                    await output.take(item.data)
     except TimeoutError:
         message = "the agent's limit is over and the sandbox service has not ended it"
         raise failed(

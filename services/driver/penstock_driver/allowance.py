@@ -6,6 +6,7 @@ phases, commands and outcome, draws on none.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ MOST_EVENTS: Final = 50_000
 MOST_BYTES: Final = 32 << 20
 _LINES_FOR_EACH: Final = 10
 """Lines that may be read for each event that may be kept: those of which rules make no event cost time as well."""
+PIECE_BYTES: Final = 4 << 10
+"""Of output that is parsed at once: a few milliseconds, where each line is a small event."""
 TAIL_BYTES: Final = 64 << 10
 TAIL_EVENTS: Final = 32
 """What is kept of the end of an output whose middle was dropped."""
@@ -73,8 +76,16 @@ class OutputEvents:
         self._size_bytes = 0
         self.done: AgentEvent | None = None
 
+    async def take(self, data: bytes) -> None:
+        """Take the next part of the output, in pieces between which others have their turn."""
+        while self._tail is None and len(data) > PIECE_BYTES:
+            self.feed(data[:PIECE_BYTES])
+            data = data[PIECE_BYTES:]
+            await asyncio.sleep(0)
+        self.feed(data)
+
     def feed(self, data: bytes) -> None:
-        """Take the next part of the output."""
+        """Take the next part of the output at once."""
         if self._tail is None:
             for event in self._parser.feed(data, self._may_read):
                 self._tell(event)

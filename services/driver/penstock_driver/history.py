@@ -3,7 +3,8 @@
 Invariants: an event has the rollout's next sequence number from the moment it is appended, and is shown to watchers
 only after it is on disk, so a number never changes its meaning, a kill -9 included; events of all rollouts are written
 in one order, `position`, by which a watcher of many rollouts resumes; one writer drains what has gathered, so that a
-burst of events is one commit. While the disk is full what has gathered waits, and those who wait for it are told.
+burst of events is one commit, or some where an agent says much. While the disk is full what has gathered waits, and
+those who wait for it are told.
 Watchers read from the journal: a slow one costs no memory.
 """
 
@@ -12,14 +13,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from sqlite3 import OperationalError
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import structlog
 
 from penstock_chassis.journal import Journal, Statement
+from penstock_driver.events import AgentEvent
 from penstock_driver.rollouts import CallFinished, Happening, Phase
 from penstock_driver.rows import Changes, counted
 
@@ -27,11 +29,22 @@ PAGE: Final = 256
 """Events that a watcher reads at once."""
 RETRY_S: Final = 1.0
 """After how long what the disk did not take is tried again."""
+_ROW_BYTES: Final = 256
+"""What a row counts for beside its event."""
+PIECE_BYTES: Final = 256 << 10
+"""Of agents' events in one commit: whoever reads waits for one, and not for all that an agent said at once."""
 
 Encode: TypeAlias = Callable[[str, int, float, Happening], bytes]
 """(rollout id, sequence, time since the epoch, event) to the event in the wire's form."""
 
 _log = structlog.get_logger("penstock.driver")
+
+
+class _Pending(NamedTuple):
+    statement: Statement
+    size: int
+    stands_alone: bool
+    """Whether a commit may end between this and another that stands alone."""
 
 
 class History:
@@ -40,7 +53,7 @@ class History:
     def __init__(self, journal: Journal, encode: Encode) -> None:
         self._journal = journal
         self._encode = encode
-        self._pending: list[Statement] = []
+        self._pending: list[_Pending] = []
         self._touched: dict[str, bool] = {}
         """Rollouts (True) and groups of which something is pending."""
         self._watchers: set[Changes] = set()
@@ -66,26 +79,25 @@ class History:
     ) -> int:
         """Put an event in order, and return its size in bytes; it is on disk, and seen by watchers, a moment later."""
         payload = self._encode(rollout_id, sequence, time.time(), event)
-        self._pending.append(
-            (
-                "INSERT INTO events (rollout_id, group_id, sequence, is_summary, payload) VALUES (?, ?, ?, ?, ?)",
-                (rollout_id, group_id, sequence, is_summary, payload),
-            )
+        statement: Statement = (
+            "INSERT INTO events (rollout_id, group_id, sequence, is_summary, payload) VALUES (?, ?, ?, ?, ?)",
+            (rollout_id, group_id, sequence, is_summary, payload),
         )
+        self._put(statement, len(payload), stands_alone=isinstance(event, AgentEvent))
         if isinstance(event, CallFinished):
-            self._pending.append(counted(rollout_id, event.spent))
+            self._put(counted(rollout_id, event.spent))
         self._touch(rollout_id, group_id)
         return len(payload)
 
     def count(self, rollout_id: str, group_id: str | None, event: CallFinished) -> None:
         """Add a call to its rollout's sums without an event of it."""
-        self._pending.append(counted(rollout_id, event.spent))
+        self._put(counted(rollout_id, event.spent))
         self._touch(rollout_id, group_id)
 
     def set_phase(self, rollout_id: str, phase: Phase, attempt: int) -> None:
         """Put a change of phase in order."""
         sql = "UPDATE rollouts SET phase = ?, attempts = ? WHERE rollout_id = ?"
-        self._pending.append((sql, (int(phase), attempt, rollout_id)))
+        self._put((sql, (int(phase), attempt, rollout_id)))
         self._wake.set()
 
     async def last_sequence(self, rollout_id: str) -> int:
@@ -107,7 +119,7 @@ class History:
         owes: bool,
     ) -> None:
         """Put the end of a rollout in order, behind its events; `owes` when something of it is still to be released."""
-        self._pending.append((
+        self._put((
             "UPDATE rollouts SET phase = ?, end_time = ?, phase_times = ?, outcome = ?, is_result = ?, fork_kind = ?,"
             " last_sequence = ?, attempts = ? WHERE rollout_id = ?",
             (
@@ -116,8 +128,11 @@ class History:
             ),
         ))  # fmt: skip
         if owes:
-            self._pending.append(("INSERT OR IGNORE INTO owed VALUES (?)", (rollout_id,)))
+            self._put(("INSERT OR IGNORE INTO owed VALUES (?)", (rollout_id,)))
         self._touch(rollout_id, group_id)
+
+    def _put(self, statement: Statement, size: int = 0, *, stands_alone: bool = False) -> None:
+        self._pending.append(_Pending(statement, size, stands_alone))
 
     def _touch(self, rollout_id: str, group_id: str | None) -> None:
         self._touched[rollout_id] = True
@@ -188,12 +203,14 @@ class History:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            statements, self._pending = self._pending, []
+            pending, self._pending = self._pending, []
             touched, self._touched = self._touched, {}
             flushes, self._flushes = self._flushes, []
             try:
-                if statements:
-                    await self._journal.write(statements)
+                while pending:
+                    count = _piece(pending)
+                    await self._journal.write([item.statement for item in pending[:count]])
+                    del pending[:count]
             except Exception as error:
                 _log.exception("the journal cannot be written")
                 if not isinstance(error, OperationalError) or self._closing.is_set():
@@ -205,7 +222,7 @@ class History:
                 if self._broken:
                     raise
                 # No room, as a rule: that may pass, and an end that is lost would be told as another one.
-                self._pending[:0] = statements
+                self._pending[:0] = pending
                 self._touched = touched | self._touched
                 with suppress(TimeoutError):
                     async with asyncio.timeout(RETRY_S):
@@ -223,6 +240,16 @@ class History:
                     signal.set()
             if self._closing.is_set() and not self._pending and not self._flushes:
                 return
+
+
+def _piece(pending: Sequence[_Pending]) -> int:
+    """How many go into the next commit: all, but of agents' events at most some PIECE_BYTES."""
+    size = 0
+    for number, item in enumerate(pending):
+        if size >= PIECE_BYTES and item.stands_alone and pending[number - 1].stands_alone:
+            return number
+        size += item.size + _ROW_BYTES
+    return len(pending)
 
 
 def _dump_times(times: Mapping[Phase, float]) -> str:

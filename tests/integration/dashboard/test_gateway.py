@@ -295,6 +295,7 @@ async def test_a_deadline_holds_where_the_service_does_not(tmp_path: Path) -> No
             ("PERMISSION_DENIED", "DASHBOARD_METHOD"),
         ),
         (LIST, {"authorization": ""}, ("UNAUTHENTICATED", "CREDENTIAL_MISSING")),
+        (LIST, {"authorization": "Bearer x\ty"}, ("UNAUTHENTICATED", "CREDENTIAL_INVALID")),
         (LIST, {"content_type": "application/json"}, ("INVALID_ARGUMENT", "GRPC_WEB_MALFORMED")),
         (LIST, {"grpc_timeout": "soon"}, ("INVALID_ARGUMENT", "GRPC_WEB_MALFORMED")),
         ("penstock.inference.v1.InferenceService/GetInfo", {}, ("UNAVAILABLE", "SERVICE_ABSENT")),
@@ -462,6 +463,17 @@ def test_the_names_in_the_environment_are_taken_and_no_others(tmp_path: Path, mo
         "other.example": 421,
         "dash.example.else": 421,
     }
+
+
+@pytest.mark.parametrize("hosts", [["evil@localhost"], ["localhost", "localhost"], ["localhost", "evil.example"], []])
+async def test_a_host_that_no_browser_would_send_is_none_of_the_dashboard(tmp_path: Path, hosts: list[str]) -> None:
+    """R9: two of them, none, or one with a user before it."""
+    async with world(tmp_path, Backend()) as here:
+        reader, writer = await asyncio.open_connection("127.0.0.1", here.http_port)
+        lines = ["GET / HTTP/1.1", *(f"host: {host}" for host in hosts), "connection: close", "", ""]
+        writer.write("\r\n".join(lines).encode())
+        assert (await reader.read()).split()[1] in (b"400", b"421")
+        writer.close()
 
 
 async def test_every_answer_forbids_the_browser_to_run_anything_else(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ be passed on is told as a gRPC status, as the services' errors are.
 """
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,6 +37,8 @@ MAX_REQUEST_BYTES: Final = 8 << 20
 UNARY_S: Final = 60.0
 """For a unary call whose caller sets no deadline."""
 _PASSED_ON: Final = ("x-request-id", "traceparent", "tracestate")
+_PRINTABLE: Final = re.compile(r"[ -~]*")
+"""What gRPC takes as metadata."""
 _HEADERS: Final = {"content-type": CONTENT_TYPE, "cache-control": "no-store"}
 
 
@@ -148,6 +151,8 @@ class Gateway:
         credential = request.headers.getall("authorization", [])
         if len(credential) != 1:
             raise Refused(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIAL_MISSING", "The dashboard needs a token.")
+        if not _PRINTABLE.fullmatch(credential[0]):
+            raise Refused(grpc.StatusCode.UNAUTHENTICATED, "CREDENTIAL_INVALID", "A token is printable ASCII.")
         if request.content_type not in CONTENT_TYPES:
             raise BadFrame(f"the content type is {CONTENT_TYPE}")
         timeout = timeout_of(request.headers.get("grpc-timeout"))
@@ -162,7 +167,10 @@ class Gateway:
             text = "The dashboard has as many calls open as it may: close some of its pages."
             raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "DASHBOARD_BUSY", text)
         metadata = [("authorization", credential[0])]
-        metadata += [(key, value) for key in _PASSED_ON if (value := request.headers.get(key)) is not None]
+        for key in _PASSED_ON:
+            value = request.headers.get(key)
+            if value is not None and _PRINTABLE.fullmatch(value):
+                metadata.append((key, value))
         return method, service, metadata, timeout
 
 

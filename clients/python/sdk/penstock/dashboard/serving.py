@@ -107,7 +107,8 @@ def _application(gateway: Gateway, assets: Mapping[str, pages.Asset], names: Col
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        host = _host_of(f"//{request.host}")
+        hosts = request.headers.getall("host", [])
+        host = _host_of(f"//{request.host}") if len(hosts) == 1 and "@" not in request.host else ""
         origin = request.headers.get("origin")
         if host not in allowed or (origin is not None and _authority(origin) != request.host.lower()):
             return web.Response(
