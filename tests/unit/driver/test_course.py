@@ -531,7 +531,8 @@ async def test_a_limit_that_the_backend_cannot_hold_is_refused_when_the_rollout_
     with pytest.raises(FailedPrecondition, match=limit) as refused:
         check_backend(order, [facts(diff=True)])
     assert refused.value.reason == "CAPABILITY_MISSING"
-    assert check_backend(order, [replace(facts(diff=True), limits=frozenset({limit}))])
+    held = check_backend(order, [replace(facts(diff=True), limits=frozenset({limit}))])
+    assert getattr(held.sandbox, limit) == 1 << 30
 
 
 @pytest.mark.parametrize("diff", [True, False])
