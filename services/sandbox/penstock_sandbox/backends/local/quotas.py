@@ -52,17 +52,17 @@ class Quotas:
         """Those of the file system of ``folder`` if they are in force for an ordinary ``user``; None otherwise."""
         found = cls(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         trial = folder / "trial"
+        held = False
         try:
             layers.remove(trial)
             trial.mkdir(mode=0o700)
             project = found.give(trial, Limit(_TRIAL_BYTES, 16))
-            try:
-                held = _is_held(trial / "file", user)
-            finally:
-                layers.remove(trial)
-                found.release(project)
+            held = _is_held(trial / "file", user)
+            found.release(project)
         except OSError:
             held = False
+        finally:
+            layers.remove(trial)
         if not held:
             found.close()
             return None
