@@ -115,7 +115,7 @@ class Box:
         request = ps.StartProcessRequest(
             sandbox_id=self.id, process_id=process_id, command=command(*argv, shell=shell, **options), **given
         )
-        return (await self.service.processes.StartProcess(request, timeout=30)).process
+        return (await self.service.processes.StartProcess(request, timeout=120)).process
 
     def watch(self, process_id: str, stdout: int = 0, stderr: int = 0) -> Any:
         """Watch a process."""
@@ -142,7 +142,7 @@ class Box:
     async def kill(self, process_id: str) -> ps.Exit:
         """Kill a process's tree."""
         request = ps.KillProcessRequest(sandbox_id=self.id, process_id=process_id)
-        return (await self.service.processes.KillProcess(request, timeout=30)).exit
+        return (await self.service.processes.KillProcess(request, timeout=120)).exit
 
     async def write_stdin(self, process_id: str, *frames: bytes | None, offset: int = 0) -> int:
         """Write frames to a process's input; None is the end."""
@@ -156,7 +156,7 @@ class Box:
                 else:
                     yield ps.WriteStdinRequest(data=frame)
 
-        answer = await upload(self.service.processes.WriteStdin, requests, timeout=30)
+        answer = await upload(self.service.processes.WriteStdin, requests, timeout=120)
         return cast(int, answer.offset)
 
     async def write(
@@ -245,13 +245,13 @@ async def make_box(service: Running, capabilities: sb.Capabilities) -> AsyncIter
     async def make(**spec: Any) -> Box:
         spec.setdefault("network", narrowest(capabilities))
         request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
-        sandbox = (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox
+        sandbox = (await service.sandboxes.CreateSandbox(request, timeout=180)).sandbox
         made.append(sandbox.sandbox_id)
         return Box(service, sandbox)
 
     yield make
     for sandbox_id in made:
-        await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=sandbox_id), timeout=60)
+        await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=sandbox_id), timeout=180)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -266,9 +266,9 @@ async def standing(service: Running) -> AsyncIterator[Box]:
     """The sandbox of `shared_box`."""
     spec = sb.SandboxSpec(network=narrowest(await claimed(service)))
     request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
-    sandbox = (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox
+    sandbox = (await service.sandboxes.CreateSandbox(request, timeout=180)).sandbox
     yield Box(service, sandbox)
-    await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=sandbox.sandbox_id), timeout=60)
+    await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=sandbox.sandbox_id), timeout=180)
 
 
 @pytest_asyncio.fixture(loop_scope="session")
@@ -286,7 +286,7 @@ async def capabilities(service: Running) -> sb.Capabilities:
 
 async def claimed(service: Running) -> sb.Capabilities:
     """What a service's default backend claims; it must be there."""
-    answer = await service.sandboxes.ListBackends(ss.ListBackendsRequest(), timeout=30)
+    answer = await service.sandboxes.ListBackends(ss.ListBackendsRequest(), timeout=120)
     (backend,) = [backend for backend in answer.backends if backend.is_default]
     assert backend.available, f"this machine cannot run the suite: {backend.unavailable_reason}"
     capabilities: sb.Capabilities = backend.capabilities

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 async def create(service: Running, request_id: str = "", **spec: Any) -> sb.Sandbox:
     spec.setdefault("network", narrowest(await claimed(service)))
     request = ss.CreateSandboxRequest(request_id=request_id or secrets.token_hex(8), spec=sb.SandboxSpec(**spec))
-    return (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox
+    return (await service.sandboxes.CreateSandbox(request, timeout=180)).sandbox
 
 
 async def delete(service: Running, sandbox_id: str) -> None:
@@ -151,7 +151,7 @@ async def test_fifty_sandboxes_at_once_all_work(service: Running) -> None:
     made = await asyncio.gather(*(create(service, labels=labels) for _ in range(50)))
     outputs = await asyncio.gather(*(Box(service, one).run(shell=f"echo {index}") for index, one in enumerate(made)))
     assert [int(result.stdout) for result in outputs] == list(range(50))
-    answer = await service.sandboxes.DeleteSandboxes(ss.DeleteSandboxesRequest(labels=labels), timeout=60)
+    answer = await service.sandboxes.DeleteSandboxes(ss.DeleteSandboxesRequest(labels=labels), timeout=180)
     assert len(answer.sandbox_ids) == 50
 
 
