@@ -134,7 +134,7 @@ class SandboxServiceStub:
     in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
     (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
-    (PATH_TOO_LONG: the sandbox has a path that its backend cannot read, such as one of more than 4,096 bytes on Docker).
+    (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
     """
 
 @_typing.type_check_only
@@ -243,7 +243,7 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
     (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
-    (PATH_TOO_LONG: the sandbox has a path that its backend cannot read, such as one of more than 4,096 bytes on Docker).
+    (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
     """
 
 class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -469,7 +469,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
         (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
-        (PATH_TOO_LONG: the sandbox has a path that its backend cannot read, such as one of more than 4,096 bytes on Docker).
+        (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
         """
 
 def add_SandboxServiceServicer_to_server(servicer: SandboxServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

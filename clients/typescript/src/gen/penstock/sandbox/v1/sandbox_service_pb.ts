@@ -1458,7 +1458,7 @@ export const SandboxService: GenService<{
    * in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
    * Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
    * (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
-   * (PATH_TOO_LONG: the sandbox has a path that its backend cannot read, such as one of more than 4,096 bytes on Docker).
+   * (PATH_TOO_LONG: the sandbox has a path that is longer than its backend can read).
    *
    * @generated from rpc penstock.sandbox.v1.SandboxService.DiffSandbox
    */
