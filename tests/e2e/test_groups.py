@@ -7,7 +7,6 @@ import json
 import secrets
 from pathlib import Path
 
-import pytest
 from tests.support.copying import copy_task, finish, training
 from tests.support.policy import bash, in_turn
 from tests.support.stack import Running
@@ -18,7 +17,6 @@ from penstock.client import (
     Budgets,
     Command,
     CommandFinished,
-    FailedPrecondition,
     Inference,
     Limits,
     Mode,
@@ -265,16 +263,20 @@ async def test_what_an_agent_did_until_its_time_was_over_is_kept_and_labelled(st
     assert int(sample.loss_mask.sum()) == trajectory.calls[0].sampled_count
 
 
-async def test_a_limit_that_the_machine_cannot_hold_is_refused_when_the_rollout_is_created(stack: Running) -> None:
-    """R46, R54, R55: a declared capability, never a silent downgrade."""
+async def test_the_limits_that_a_rollout_asks_for_reach_its_sandbox(stack: Running) -> None:
+    """R46, R54, R55, R95: a declared capability, never a silent downgrade; too much is refused by field."""
     [local] = [item for item in await stack.ps.sandboxes.backends() if item.name == "local"]
-    task = copy_task(stack)
-    choice = SandboxChoice(resources=Resources(disk_bytes=10 << 20))
-    assert "limit_disk" not in local.capabilities
-    with pytest.raises(FailedPrecondition) as refused:
-        await stack.ps.rollouts.create(task, "shell", sandbox=choice)
-    assert refused.value.reason == "CAPABILITY_MISSING"
-    assert "disk_bytes" in str(refused.value)
+    assert {"limit_disk", "limit_inodes"} <= local.capabilities and local.disk_limit in ("watched", "hard")
+    async with training(stack, "limits", lambda _prompt: bash("true")):
+        handle = await stack.ps.rollouts.create(
+            copy_task(stack),
+            "shell",
+            labels={"test": "limits"},
+            sandbox=SandboxChoice(resources=Resources(memory_bytes=1 << 60, disk_bytes=10 << 20, inodes=1000)),
+        )
+        ended = await handle.result()
+    assert ended.failure is not None and ended.failure.reason == "INVALID_SPEC"
+    assert "memory_bytes" in ended.failure.message and "disk_bytes" not in ended.failure.message
 
 
 async def test_a_rollout_has_the_user_and_the_kernel_that_it_demands_or_says_that_there_is_none(stack: Running) -> None:

@@ -6,10 +6,8 @@ Of all that `reward_forger.sh` does one line is honest work, worth 0.25; everyth
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from tests.support import dockerd
 from tests.support.copying import Finished, finish, training
 from tests.support.memory import Peak
 from tests.support.policy import bash, in_turn
-from tests.support.restarting import descendants
 from tests.support.stack import Running, running
 
 from penstock.client import (
@@ -354,7 +351,7 @@ async def test_changes_beyond_the_operators_limit_are_the_agents_failure(both: R
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_terabytes_of_holes_are_the_agents_failure_and_cost_nothing(both: Running, backend: str) -> None:
     """R89, R74: a file with no block on the disk must not be in the service's memory, nor end the whole stack."""
-    peaks = [Peak(pid) for name in ("sandbox", "driver") for pid in service_pids(both, name)]
+    peaks = [Peak(both.pid(name)) for name in ("sandbox", "driver")]
     assert len(peaks) == 2
     finished = await run(both, task(fresh_fork=True, script=b"truncate -s 8T /workspace/x\n"), backend)
     failure = finished.result.outcome.failure
@@ -362,20 +359,6 @@ async def test_terabytes_of_holes_are_the_agents_failure_and_cost_nothing(both: 
     assert (failure.cause, failure.reason, failure.retriable) == (FailureCause.AGENT, "CHANGES_TOO_LARGE", False)
     assert finished.reward is None
     assert max(peak.grown() for peak in peaks) < 64 << 20
-
-
-def service_pids(started: Running, name: str) -> list[int]:
-    """The processes of a service of a stack: those of this program's that listen where it does."""
-    port = started.ports[name]
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    rows += [line.split() for line in Path("/proc/net/tcp6").read_text().splitlines()[1:]]
-    listening = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
-    found = []
-    for pid in descendants(os.getpid()):
-        with suppress(OSError):
-            if any(str(one.readlink()) in listening for one in Path(f"/proc/{pid}/fd").iterdir()):
-                found.append(pid)
-    return found
 
 
 async def test_graded_rollouts_do_not_wait_for_each_others_places(both: Running) -> None:

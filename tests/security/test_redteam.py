@@ -1,20 +1,44 @@
-"""The attacks of `penstock.redteam` on deployments of their own: one test for each attack, grading and backend."""
+"""The attacks of `penstock.redteam` on deployments of their own: one test for each attack, grading and backend.
+
+All of a backend run at once, on one deployment, when its first test asks. Local and Docker sandboxes are attacked in
+every way; gVisor's, which take seconds each, in those that its own kernel and its way of being served decide.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import pytest
 import pytest_asyncio
+from tests.support import dockerd
 from tests.support.stack import running
 
 from penstock import redteam
 from penstock.redteam import Attack, Grading, Result, Verdict
+from penstock.redteam.agents import spec_of
 
 JOBS: Final = [(attack, grading) for attack in redteam.registry().values() for grading in attack.grading]
+ON_GVISOR: Final = (
+    *("host-files", "first-process", "first-process-as-nobody", "gain-rights", "sandbox-beside", "fork-hopper"),
+    *(
+        "dead-leader",
+        "unreadable-system-program",
+        "loader",
+        "kill-all",
+        "locked-files",
+        "memory",
+        "vsock",
+        "other-keys",
+    ),
+    "deep-line",
+)
+NOT_ON_LOCAL: Final = ("first-process-as-nobody", "first-process-as-root", "as-what-serves-it", "system-as-root")
+"""It has one user."""
 # The first test of a deployment waits for all of its attacks.
 pytestmark = pytest.mark.timeout(1200)
 
@@ -22,15 +46,17 @@ Results = Mapping[tuple[str, Grading], Result]
 
 
 @asynccontextmanager
-async def attacked(folder: Path, backend: str, jobs: list[tuple[Attack, Grading]]) -> AsyncIterator[Results]:
+async def attacked(
+    folder: Path, backend: str, jobs: list[tuple[Attack, Grading]], settings: dict[str, Any] | None = None
+) -> AsyncIterator[Results]:
     """What came of the attacks that are asked for, all on one deployment."""
     chosen = [
         attack.model_copy(update={"grading": tuple(grading for other, grading in jobs if other.name == attack.name)})
         for attack in redteam.registry().values()
         if any(other.name == attack.name for other, _ in jobs)
     ]
-    async with running(folder) as stack:
-        report = await redteam.run(stack.ps, chosen, backend=backend)
+    async with running(folder, {"sandbox": settings or {}}) as stack:
+        report = await redteam.run(stack.ps, chosen, backend=backend, concurrency=4)
         yield {(result.attack.name, result.grading): result for result in report.results}
 
 
@@ -44,8 +70,41 @@ def asked(request: pytest.FixtureRequest, test: str) -> list[tuple[Attack, Gradi
 async def on_local(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Results]:
     """What came of the attacks on the local backend."""
     jobs = asked(request, test_an_attack_on_local_sandboxes_is_held.__name__)
-    async with attacked(tmp_path_factory.mktemp("attacked"), "local", jobs) as results:
+    folder = tmp_path_factory.mktemp("attacked")
+    tools = folder / "tools"
+    unreadable = tools / "bin" / "hides"
+    unreadable.parent.mkdir(parents=True)
+    shutil.copy("/bin/sleep", unreadable)
+    unreadable.chmod(0o711)
+    async with attacked(folder, "local", jobs, {"extra_read_only": [str(tools)]}) as results:
         yield results
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def on_docker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Results]:
+    """What came of the attacks on Docker sandboxes of the machine's own kernel."""
+    engine = await asyncio.to_thread(dockerd.engine)
+    jobs = asked(request, test_an_attack_on_docker_sandboxes_is_held.__name__)
+    settings = {**on(engine), "docker_allow_root": True}
+    with dockerd.nothing_left():
+        async with attacked(tmp_path_factory.mktemp("attacked-docker"), "docker", jobs, settings) as results:
+            yield results
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def on_gvisor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Results]:
+    """What came of the attacks on gVisor's sandboxes."""
+    engine = await asyncio.to_thread(dockerd.gvisor)
+    jobs = asked(request, test_an_attack_on_gvisors_sandboxes_is_held.__name__)
+    settings = {**on(engine), "docker_runtime": dockerd.GVISOR}
+    with dockerd.nothing_left():
+        async with attacked(tmp_path_factory.mktemp("attacked-gvisor"), "docker", jobs, settings) as results:
+            yield results
+
+
+def on(engine: dockerd.Engine) -> dict[str, Any]:
+    """The settings of a service whose sandboxes are the engine's."""
+    return {"docker_host": engine.host, "docker_image": dockerd.BASE, "docker_sidecar_image": dockerd.BASE}
 
 
 def name(job: object) -> str:
@@ -54,9 +113,9 @@ def name(job: object) -> str:
     return f"{job[0].attack_class}-{job[0].name}-{job[1]}"
 
 
-def expect_held(result: Result) -> None:
-    """An attack that was not tried is no proof: it fails, unless its reason is that it cannot be tried there."""
-    if result.verdict is Verdict.NOT_APPLICABLE:
+def expect_held(result: Result, cannot: tuple[str, ...] = ()) -> None:
+    """An attack that was not tried is no proof: it fails, unless it is known that it cannot be tried there."""
+    if result.verdict is Verdict.NOT_APPLICABLE and (result.attack.name in cannot or shutil.which("cc") is None):
         pytest.skip(f"{result.name}: {'; '.join(result.reasons)}")
     assert result.verdict is Verdict.HELD, f"{result.attack.tries}\n{result.reasons}\n{result.failure}"
 
@@ -64,7 +123,26 @@ def expect_held(result: Result) -> None:
 @pytest.mark.parametrize("job", JOBS, ids=name)
 async def test_an_attack_on_local_sandboxes_is_held(job: tuple[Attack, Grading], on_local: Results) -> None:
     """R4, R13, R14, R43, R60, R72-R76, R89-R93, R95, R96: it gains no reward and no retry, and harms nobody."""
-    expect_held(on_local[job[0].name, job[1]])
+    expect_held(on_local[job[0].name, job[1]], NOT_ON_LOCAL)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=name)
+async def test_an_attack_on_docker_sandboxes_is_held(job: tuple[Attack, Grading], on_docker: Results) -> None:
+    """R4, R13, R14, R43, R60, R72-R76, R89-R93, R95, R96: as on local sandboxes; as root and nobody as well."""
+    expect_held(on_docker[job[0].name, job[1]])
+
+
+@pytest.mark.parametrize("job", [job for job in JOBS if job[0].name in ON_GVISOR], ids=name)
+async def test_an_attack_on_gvisors_sandboxes_is_held(job: tuple[Attack, Grading], on_gvisor: Results) -> None:
+    """R14, R72-R76, R91-R93: on a kernel of the sandbox's own, with what serves it inside."""
+    expect_held(on_gvisor[job[0].name, job[1]])
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="this machine has no compiler (cc)")
+def test_every_program_can_be_made_where_there_is_a_compiler() -> None:
+    """R72: one that cannot would count as not applicable everywhere."""
+    made = [spec_of(attack) for attack in redteam.registry().values()]
+    assert len({spec.name for spec in made}) == len(made)
 
 
 def test_there_are_attacks_of_every_class_and_each_has_a_name_of_its_own() -> None:

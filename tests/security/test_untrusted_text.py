@@ -317,8 +317,13 @@ async def test_a_black_box_agent_reaches_completions_of_its_endpoint_and_no_othe
             async with http.delete(f"{rollout.base_url}/models/m") as answer:
                 assert answer.status == 400
             assert endpoint.seen == []
-            async with http.post(f"{rollout.base_url}/chat/completions?x=%252e", json={}) as answer:
+            query = "x=%252e&beta=true&key=other&$alt=sse&alt=%252e"
+            url = URL(f"{rollout.base_url}/chat/completions?{query}", encoded=True)
+            async with http.post(url, json={}) as answer:
                 assert answer.status == 200
             async with http.get(f"{rollout.base_url}/models/org/m-1.5") as answer:
                 assert answer.status == 200
-            assert [item.raw_path for item in endpoint.seen] == ["/v1/chat/completions?x=%252e", "/v1/models/org/m-1.5"]
+            assert [item.raw_path for item in endpoint.seen] == [
+                "/v1/chat/completions?beta=true&alt=%252e",  # those that are known, as they came; nothing else
+                "/v1/models/org/m-1.5",
+            ]

@@ -40,6 +40,11 @@ class Running:
         addresses["ingress"] = self.stack.ingress_address
         return {name: int(address.rpartition(":")[2]) for name, address in addresses.items()}
 
+    def pid(self, service: str) -> int:
+        """The process of a service."""
+        (found,) = [item.process.pid for item in self.stack._processes if item.name == service]
+        return found
+
 
 OBSERVER_TOKEN: Final = secrets.token_hex(32)
 """Of the role that reads, at every service of every stack of this process."""

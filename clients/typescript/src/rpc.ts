@@ -1,5 +1,5 @@
 /**
- * Calls to one service: its connection, its token, deadlines, retries, typed errors.
+ * Calls to one service: its connections, its token, deadlines, retries, typed errors.
  *
  * A call is repeated only when it failed because the service was not there and repeating it is harmless: reads, and creates that
  * carry a request id. The delay grows with jitter; a service's RetryInfo is obeyed.
@@ -13,6 +13,7 @@ import { type CallOptions, type Client, createClient, type Interceptor } from "@
 import { createGrpcTransport, Http2SessionManager } from "@connectrpc/connect-node";
 import { type Endpoints, type ServiceName, tokenAdvice } from "./endpoints.js";
 import { ConfigurationError, type PenstockError, Unavailable } from "./errors.js";
+import { Pool } from "./pool.js";
 import { fromTransport, type SentToken } from "./statuses.js";
 
 /** Largest message either way, as the services have it. */
@@ -63,7 +64,7 @@ export class Service {
   /** For people. */
   readonly peer: string;
   readonly #sent: SentToken;
-  readonly #sessions: Http2SessionManager;
+  readonly #connections: Pool;
   readonly #transport;
 
   constructor(name: ServiceName, endpoints: Endpoints) {
@@ -74,7 +75,7 @@ export class Service {
     // The services allow a ping every 10 s; a dead peer is noticed in 40 s. A connection without calls is not pinged but proved with
     // the next one: its timer would outlive a connection that broke under a call, and throw where nobody catches (connect 2.2).
     const pings = { pingIntervalMs: 30_000, pingTimeoutMs: 10_000, pingIdleConnection: false };
-    this.#sessions = new Http2SessionManager(baseUrl, pings, options);
+    this.#connections = new Pool(() => new Http2SessionManager(baseUrl, pings, options));
     const { token } = endpoints;
     const authorise: Interceptor = (next) => (request) => {
       if (token !== undefined) {
@@ -84,7 +85,7 @@ export class Service {
     };
     this.#transport = createGrpcTransport({
       baseUrl,
-      sessionManager: this.#sessions,
+      sessionManager: this.#connections,
       interceptors: [authorise],
       acceptCompression: [],
       readMaxBytes: MAX_MESSAGE_BYTES,
@@ -102,9 +103,9 @@ export class Service {
     return fromTransport(thrown, this.peer, this.#sent);
   }
 
-  /** Closes the connection; calls that are open end. */
+  /** Closes the connections; calls that are open end. */
   close(): void {
-    this.#sessions.abort();
+    this.#connections.abort();
   }
 
   /** One unary call. Rejects with a PenstockError, or with the signal's reason. */

@@ -1,12 +1,13 @@
 """The one interceptor of every server. For each RPC, in this order:
 
-1. a request id: the caller's `x-request-id` if it is well formed, a fresh one otherwise;
-2. the context: that id, and what the caller says it works for (`tracing`), are on every line that the handler's task
+1. who calls, and whether that role may call this method (R5: before the request is read);
+2. a request id: the caller's `x-request-id` if it is well formed, a fresh one otherwise;
+3. the context: that id, and what the caller says it works for (`tracing`), are on every line that the handler's task
    writes and go on with the calls that it makes; where the caller is traced, so is the handler;
-3. who calls, and whether that role may call this method (R5: before the request is looked at);
 4. the handler;
 5. the error table: a `PenstockError` becomes its status, anything else INTERNAL with an incident id (R8);
-6. one log line: method, code, duration, role; never a body; and the same in the metrics.
+6. one log line: method, code, duration, role; never a body; and the same in the metrics. Calls that were refused at 1
+   are lines up to REFUSED_BURST at once, then one in REFUSED_INTERVAL_S, which says how many were left out.
 
 A cancelled RPC's `CancelledError` passes through untouched. A call without a deadline is served like any other.
 """
@@ -19,6 +20,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import grpc
@@ -26,8 +28,9 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from penstock_chassis import journal, rpc_status, tracing
-from penstock_chassis.auth import HEALTH_CHECK, Authenticator, RoleTable, authorize
-from penstock_chassis.errors import InvalidArgument, Unauthenticated
+from penstock_chassis.auth import HEALTH_CHECK, Authenticator, Role, RoleTable, authorize
+from penstock_chassis.errors import InvalidArgument, PenstockError, PermissionDenied, Unauthenticated
+from penstock_chassis.logging import Meter
 from penstock_chassis.metrics import histogram
 
 REQUEST_ID_HEADER: Final = "x-request-id"
@@ -37,6 +40,10 @@ RPC_SECONDS: Final = histogram("penstock_rpc_seconds", "RPCs served, streams wit
 
 OPEN_REQUEST_S: Final = 10.0
 """Seconds in which the request of a method that needs no token must have come."""
+
+REFUSED_BURST: Final = 20
+REFUSED_INTERVAL_S: Final = 10.0
+"""Lines of refused calls, for each reason: whoever has no token may call as often as he likes."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RUN: Final = secrets.token_hex(8)
@@ -50,6 +57,16 @@ _CODE_NAMES: Final[dict[Any, str]] = {key: item.name for item in grpc.StatusCode
 _log = structlog.get_logger("penstock.rpc")
 
 
+@dataclass(frozen=True, slots=True)
+class _Method:
+    """One method of a server, with what answers a call to it: by the role that may, and by why one may not."""
+
+    name: str
+    handler: grpc.RpcMethodHandler[Any, Any]
+    admitted: dict[Role | None, grpc.RpcMethodHandler[Any, Any]] = field(default_factory=dict)
+    refused: dict[tuple[Role | None, str], grpc.RpcMethodHandler[Any, Any]] = field(default_factory=dict)
+
+
 class ServerInterceptor(grpc.aio.ServerInterceptor):
     """See the module's text.
 
@@ -61,44 +78,67 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, authenticator: Authenticator, roles: RoleTable) -> None:
         self._authenticator = authenticator
         self._roles = roles
-        self._wrapped: dict[str, tuple[grpc.RpcMethodHandler[Any, Any], grpc.RpcMethodHandler[Any, Any]]] = {}
+        self._methods: dict[str, _Method] = {}
+        self._meters: dict[str, Meter] = {}
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Wraps the method's handler, once; a server's handlers never change.
+        """Wraps the method's handler, once for each role; a server's handlers and roles never change.
 
-        Who has no right token is refused without reading what he sends: a request that never comes holds nothing.
+        Who may not call is refused without reading what he sends: a request that never comes holds nothing.
         """
-        method = handler_call_details.method
-        wrapped = self._wrapped.get(method)
-        if wrapped is None:
+        method = self._methods.get(handler_call_details.method)
+        if method is None:
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None  # gRPC answers UNIMPLEMENTED: which methods exist is no secret, the protos are public
-            name = method.removeprefix("/")
-            wrapped = self._wrapped[method] = self._wrap(name, handler), self._refusing(name, handler)
-        admitted, refused = wrapped
-        return admitted if self._knows(method, handler_call_details.invocation_metadata) else refused
-
-    def _knows(self, method: str, metadata: Any) -> bool:
-        """Whether the caller may be waited for; `_admit` then says who he is, or what is wrong with him."""
-        if method.removeprefix("/") in _OPEN:
-            return True
+            method = _Method(handler_call_details.method.removeprefix("/"), handler)
+            self._methods[handler_call_details.method] = method
+        role = None
         try:
-            self._authenticator.authenticate(metadata or ())
-        except Unauthenticated:
-            return False
-        return True
+            if method.name not in _OPEN:
+                role = self._authenticator.authenticate(handler_call_details.invocation_metadata or ())
+            return method.admitted.get(role) or self._admitted(method, role)
+        except (Unauthenticated, PermissionDenied) as error:
+            return self._refused(method, role, error)
 
-    def _refusing(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    def _admitted(self, method: _Method, role: Role | None) -> grpc.RpcMethodHandler[Any, Any]:
+        """Raises PermissionDenied."""
+        if role is not None:
+            authorize(role, method.name, self._roles)
+        wrapped = method.admitted[role] = self._wrap(method.name, method.handler, role)
+        return wrapped
+
+    def _refused(self, method: _Method, role: Role | None, error: PenstockError) -> grpc.RpcMethodHandler[Any, Any]:
         """Answers at once: gRPC runs a handler that takes a stream before anything was sent."""
-        refuse = self._streaming(method, _never)
-        return grpc.stream_stream_rpc_method_handler(refuse, None, handler.response_serializer)
+        reason = error.reason
+        refused = method.refused.get((role, reason))
+        if refused is None:
+            status = rpc_status.to_status(error)  # as long as the reason and the role are the same, so is the text
+            meter = self._meters.setdefault(reason, Meter(REFUSED_BURST, REFUSED_INTERVAL_S))
 
-    def _wrap(self, method: str, handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+            async def refuse(_requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+                started = time.perf_counter()
+                _enter(context, role)
+                took = time.perf_counter() - started
+                if meter.allows(started):
+                    left_out = meter.left_out()
+                    facts = {"left_out": left_out} if left_out else {}
+                    _report(method.name, took, status.code.name, reason=reason, **facts)
+                else:
+                    RPC_SECONDS.labels(method.name, status.code.name).observe(took)
+                await context.abort(status.code, status.message, status.trailing_metadata)
+
+            refused = grpc.stream_stream_rpc_method_handler(refuse, None, method.handler.response_serializer)
+            method.refused[role, reason] = refused
+        return refused
+
+    def _wrap(
+        self, method: str, handler: grpc.RpcMethodHandler[Any, Any], role: Role | None
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         # The four arities differ in the response only: a request stream is handed on as it is.
         if handler.response_streaming:
             kind, make = (
@@ -106,7 +146,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
                 if handler.request_streaming
                 else (handler.unary_stream, grpc.unary_stream_rpc_method_handler)
             )
-            return make(self._streaming(method, kind), _reader(handler), handler.response_serializer)
+            return make(_streaming(method, kind, role), _reader(handler), handler.response_serializer)
         kind, make = (
             (handler.stream_unary, grpc.stream_unary_rpc_method_handler)
             if handler.request_streaming
@@ -114,60 +154,61 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         )
         if method in _OPEN:
             kind, make = _soon(kind), grpc.stream_unary_rpc_method_handler
-        return make(self._single(method, kind), _reader(handler), handler.response_serializer)
+        return make(_single(method, kind, role), _reader(handler), handler.response_serializer)
 
-    def _single(self, method: str, behaviour: Any) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            started = time.perf_counter()
-            try:
-                with tracing.served(method, self._admit(method, context)):
-                    response = await behaviour(_checked(request), context)
-            except BaseException as error:
-                await _fail(method, started, context, error)
-                raise
-            # After the answer, which is sent as soon as this returns: who waits for it does not wait for the log.
-            took = time.perf_counter() - started
-            asyncio.get_running_loop().call_soon(_report, method, took, _code(context, grpc.StatusCode.OK))
-            return response
 
-        return call
+def _single(method: str, behaviour: Any, role: Role | None) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        started = time.perf_counter()
+        try:
+            with tracing.served(method, _enter(context, role)):
+                response = await behaviour(_checked(request), context)
+        except BaseException as error:
+            await _fail(method, started, context, error)
+            raise
+        # After the answer, which is sent as soon as this returns: who waits for it does not wait for the log.
+        took = time.perf_counter() - started
+        asyncio.get_running_loop().call_soon(_report, method, took, _code(context, grpc.StatusCode.OK))
+        return response
 
-    def _streaming(self, method: str, behaviour: Any) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            started = time.perf_counter()
-            try:
-                with tracing.served(method, self._admit(method, context)):
-                    responses = behaviour(_checked(request), context)
-                    if hasattr(responses, "__aiter__"):
-                        try:
-                            async for response in responses:
-                                yield response
-                        finally:
-                            # A generator that is left early must run its clean-up now, not when it is collected.
-                            await responses.aclose()
-                    else:
-                        await responses  # a handler that calls context.write itself
-            except BaseException as error:
-                await _fail(method, started, context, error)
-                raise
-            _report(method, time.perf_counter() - started, _code(context, grpc.StatusCode.OK))
+    return call
 
-        return call
 
-    def _admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
-        """Lets the caller in; returns the trace context that it came with, or nothing."""
-        metadata = [(str(key), value) for key, value in context.invocation_metadata() or ()]
-        request_id = next((str(value) for key, value in metadata if key == REQUEST_ID_HEADER), "")
-        if not _REQUEST_ID.fullmatch(request_id):
-            request_id = f"{_RUN}{next(_COUNT):016x}"
-        structlog.contextvars.clear_contextvars()
+def _streaming(method: str, behaviour: Any, role: Role | None) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        started = time.perf_counter()
+        try:
+            with tracing.served(method, _enter(context, role)):
+                responses = behaviour(_checked(request), context)
+                if hasattr(responses, "__aiter__"):
+                    try:
+                        async for response in responses:
+                            yield response
+                    finally:
+                        # A generator that is left early must run its clean-up now, not when it is collected.
+                        await responses.aclose()
+                else:
+                    await responses  # a handler that calls context.write itself
+        except BaseException as error:
+            await _fail(method, started, context, error)
+            raise
+        _report(method, time.perf_counter() - started, _code(context, grpc.StatusCode.OK))
+
+    return call
+
+
+def _enter(context: grpc.aio.ServicerContext[Any, Any], role: Role | None) -> str:
+    """Binds what the call's lines have in common; returns the trace context that it came with, or nothing."""
+    metadata: Any = context.invocation_metadata() or ()
+    request_id = next((str(value) for key, value in metadata if key == REQUEST_ID_HEADER), "")
+    if not _REQUEST_ID.fullmatch(request_id):
+        request_id = f"{_RUN}{next(_COUNT):016x}"
+    structlog.contextvars.clear_contextvars()
+    if role is None:
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        if method in _OPEN:
-            return ""
-        role = self._authenticator.authenticate(metadata)
-        structlog.contextvars.bind_contextvars(role=str(role))
-        authorize(role, method, self._roles)
-        return tracing.taken_up(metadata)
+        return ""
+    structlog.contextvars.bind_contextvars(request_id=request_id, role=str(role))
+    return tracing.taken_up(metadata)
 
 
 def _reader(handler: grpc.RpcMethodHandler[Any, Any]) -> Any:
@@ -201,10 +242,6 @@ def _soon(behaviour: Any) -> Any:
         return await behaviour(_checked(request), context)
 
     return call
-
-
-async def _never(_request: Any, _context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    raise AssertionError("a caller without a right token was let in")
 
 
 def _checked(request: Any) -> Any:
@@ -245,7 +282,7 @@ def _code(context: grpc.aio.ServicerContext[Any, Any], default: grpc.StatusCode)
     return _CODE_NAMES.get(code, default.name) if code else default.name
 
 
-def _report(method: str, took_s: float, code: str, **facts: str) -> None:
+def _report(method: str, took_s: float, code: str, **facts: str | int) -> None:
     RPC_SECONDS.labels(method, code).observe(took_s)
     write = _log.debug if method in _OPEN else _log.info
     write("rpc", method=method, code=code, ms=round(took_s * 1e3, 2), **facts)

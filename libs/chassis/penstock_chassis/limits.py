@@ -27,7 +27,7 @@ class Limits:
     """Of one server.
 
     Attributes:
-        streams: calls at once on one connection. Our Python (`channel.OPTIONS`) and Go clients open
+        streams: calls at once on one connection. Our Python (`channel.OPTIONS`), Go and TypeScript clients open
             further connections by themselves; another one's further calls wait.
         connections: open at once; at most half of what the process may open files, so that a service whose
             connections are all taken still works for those who have one. One more is closed as soon as it is accepted.

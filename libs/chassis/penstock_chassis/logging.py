@@ -10,6 +10,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TextIO
 
 import orjson
@@ -58,6 +59,42 @@ def configure(
         logger_factory=structlog.WriteLoggerFactory(out),
         cache_logger_on_first_use=True,
     )
+
+
+@dataclass(slots=True)
+class Meter:
+    """Bounds lines whose number others decide: at most `burst` at once, then one in `interval_s`; what is left out is
+    counted, and the next line tells it.
+
+    Args:
+        burst: lines that may be written at once.
+        interval_s: seconds for each further one.
+    """
+
+    burst: int
+    interval_s: float
+    _level: float = field(init=False)
+    _at: float | None = field(init=False, default=None)
+    _left_out: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._level = float(self.burst)
+
+    def allows(self, now: float) -> bool:
+        """Whether a line may be written; `now` is in seconds, of a clock that never jumps."""
+        if self._at is not None:
+            self._level = min(float(self.burst), self._level + (now - self._at) / self.interval_s)
+        self._at = now
+        if self._level < 1.0:
+            self._left_out += 1
+            return False
+        self._level -= 1.0
+        return True
+
+    def left_out(self) -> int:
+        """How many lines were left out; to be told in the line that is written now."""
+        told, self._left_out = self._left_out, 0
+        return told
 
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -31,6 +31,24 @@ def gets_all(transport: asyncio.BaseTransport) -> bool:
     return sock is not None and _is_written(transport) and _is_whole(sock) and not _queued(sock, _UNSENT)
 
 
+def is_open(transport: asyncio.BaseTransport) -> bool:
+    """Whether the connection stands and its other end has not said that it ends."""
+    sock = _socket(transport)
+    return sock is not None and _state(sock) == _ESTABLISHED
+
+
+def stands(transport: asyncio.BaseTransport) -> bool:
+    """Whether no reset came: the connection is open, or its other end said in order that it sends no more."""
+    sock = _socket(transport)
+    return sock is not None and _is_whole(sock)
+
+
+def unread(transport: asyncio.BaseTransport) -> int:
+    """Bytes that came and that this process has not read."""
+    sock = _socket(transport)
+    return 0 if sock is None else _queued(sock, termios.FIONREAD)
+
+
 def _socket(transport: asyncio.BaseTransport) -> socket.socket | None:
     sock: socket.socket | None = transport.get_extra_info("socket")
     return None if sock is None or sock.fileno() < 0 else sock

@@ -174,7 +174,7 @@ class Codec:
         rendered = self._rendering.render(
             messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
-        return self._rendering.shown(rendered.text)
+        return self._rendering.shown(rendered.text) if rendered.broken else rendered.text
 
     def render(
         self,
@@ -201,7 +201,7 @@ class Codec:
         rendered = self._rendering.render(
             messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
-        return Prompt(self._rendering.ids(rendered.text), rendered.mixed_up)
+        return Prompt(self._rendering.ids(rendered.text, broken=rendered.broken), rendered.mixed_up)
 
     def may_spell_control_tokens(self, body: bytes) -> bool:
         """Whether a body of JSON may hold texts that spell control tokens: a quick look at its bytes."""

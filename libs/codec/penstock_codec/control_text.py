@@ -141,7 +141,10 @@ class Breaking:
     def known(self, tools: Sequence[Known]) -> Sequence[Known]:
         """As `broken`, of tools, which remember that there is nothing to break in them."""
         key = self._control_text.key
-        if all(tool.clear_of is key for tool in tools):
+        for tool in tools:  # a loop costs less than a generator
+            if tool.clear_of is not key:
+                break
+        else:
             return tools
         made = [self.broken(tool) for tool in tools]
         for tool, same in zip(tools, made, strict=True):
@@ -190,8 +193,10 @@ class _Finder:
 
     def found(self, text: str) -> bool:
         for first, begin in self._begins:  # a loop costs less than a generator
-            if first in text and any(self.pattern.match(text, at.start()) for at in begin.finditer(text)):
-                return True
+            if first in text:
+                for at in begin.finditer(text):
+                    if self.pattern.match(text, at.start()):
+                        return True
         return False
 
     def may_be_in(self, body: bytes) -> bool:

@@ -23,10 +23,12 @@ IntArray = NDArray[np.int32]
 class Rendered:
     """A conversation's text. Only `Rendering.ids` reads it: what texts of the conversation spell may have breaks in it.
 
-    `mixed_up`: the template changed such a text, so that it was read as control tokens after all.
+    `broken`: there are such. `mixed_up`: the template changed such a text, so that it was read as control tokens after
+    all.
     """
 
     text: str
+    broken: bool = False
     mixed_up: bool = False
 
 
@@ -48,7 +50,6 @@ class Rendering:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """As ChatTemplate.render."""
-
         apart = self._apart
         breaking = Breaking(apart) if apart is not None else None
         made = self.template.render(
@@ -58,17 +59,19 @@ class Rendering:
             template_kwargs=template_kwargs,
             apart=breaking,
         )
-        if apart is None or breaking is None or not breaking.broke or not apart.is_damaged(made):
+        if apart is None or breaking is None or not breaking.broke:
             return Rendered(made)
+        if not apart.is_damaged(made):
+            return Rendered(made, broken=True)
         made = self.template.render(
             messages, tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
         return Rendered(made, mixed_up=True)
 
-    def ids(self, text: str) -> IntArray:
-        """The ids of a rendered text, or of a part of it. CPU work."""
+    def ids(self, text: str, *, broken: bool) -> IntArray:
+        """The ids of a rendered text, or of a part of it; `broken` as it was rendered. CPU work."""
         apart = self._apart
-        if apart is None or not apart.holds_breaks(text):
+        if apart is None or not broken:
             return self._segments.encode(text)
         arrays: list[IntArray] = []
         clean: list[str] = []
@@ -85,5 +88,5 @@ class Rendering:
         return np.concatenate(arrays)
 
     def shown(self, text: str) -> str:
-        """A rendered text as people and models read it."""
+        """A rendered text, or a part of it, as people and models read it."""
         return text if self._apart is None else self._apart.whole(text)

@@ -12,6 +12,7 @@ from functools import reduce, wraps
 from typing import Any, Final, cast
 
 from jinja2 import nodes, pass_context
+from jinja2.compiler import CodeGenerator, Frame, optimizeconst
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -223,6 +224,33 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
+class _ItemsInPlace(CodeGenerator):
+    """Compiles the reading of a dict's item, which is most of what templates do, to just that; all else is asked of
+    the sandbox.
+
+    What is compiled is the first thing that the sandbox would do: `_found` is a local variable of each function.
+    """
+
+    @optimizeconst
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802  (jinja2's name for it)
+        if node.attr in _OF_DICTS:
+            super().visit_Getattr(node, frame)
+        else:
+            self._item(node.node, node.attr, "getattr", frame)
+
+    @optimizeconst
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        if isinstance(node.arg, nodes.Const) and type(node.arg.value) is str:
+            self._item(node.node, node.arg.value, "getitem", frame)
+        else:
+            super().visit_Getitem(node, frame)
+
+    def _item(self, of: nodes.Expr, name: str, otherwise: str, frame: Frame) -> None:
+        self.write(f"(_found[{name!r}] if type(_found := ")
+        self.visit(of, frame)
+        self.write(f") is dict and {name!r} in _found else environment.{otherwise}(_found, {name!r}))")
+
+
 class Known(dict[str, Any]):
     """A tool as templates see it, with what was found out about it. The sandbox lets no template change it."""
 
@@ -242,6 +270,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     A template's work is bounded: the steps of its loops and calls, and the length of the texts that it makes.
     """
 
+    code_generator_class = _ItemsInPlace
     intercepted_binops = frozenset({"*", "**", "%"})
     concat = staticmethod(joined)  # of a macro, or of a block whose text becomes a value
 
@@ -282,10 +311,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         kind = type(obj)
         if (kind is dict or kind is Known) and attribute not in _OF_DICTS:
             # Found or not, no attribute of an object is reached. The sandbox would first fail to find one.
-            try:
-                return obj[attribute]
-            except KeyError:
-                return self.undefined(obj=obj, name=attribute)
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if kind is str and attribute in _OF_STRINGS:
             return getattr(obj, attribute)
         if kind is LoopContext and attribute in _OF_LOOPS:
@@ -307,9 +333,9 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """As the sandbox has it, counted: macros may call each other."""
         work_of(context).step(MACRO_STEPS if isinstance(obj, Macro) else 1)
+        if obj is Namespace and not args and "_loop_vars" not in kwargs and "_block_vars" not in kwargs:
+            return Namespace(**kwargs)
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, str) and obj.__name__ in _GROWING:
             _check_method(owner, obj.__name__, args, kwargs)
-        if obj is Namespace and not args and "_loop_vars" not in kwargs and "_block_vars" not in kwargs:
-            return Namespace(**kwargs)
         return super().call(context, obj, *args, **kwargs)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from penstock_codec.chat import Message, Role, TextPart, Tool, ToolCallPart
 from penstock_codec.errors import CodecError
 from penstock_codec.quick import quick
-from penstock_codec.rendering import Rendering
+from penstock_codec.rendering import Rendered, Rendering
 
 IntArray = NDArray[np.int32]
 SHAPES_KEPT = 1024
@@ -144,12 +144,12 @@ class Splicer:
         if isinstance(tail, Inexact):
             return tail
         # The end of turn is encoded along, so that the tail is tokenised as text after a special token is.
-        ids = self._rendering.ids(tail.end + tail.after)
+        ids = self._rendering.ids(tail.end + tail.after, broken=tail.rendered.broken)
         if ids.size == 0 or ids[0] != self._ends[tail.end]:
             return Inexact("NO_END_OF_TURN", "the tokenizer does not keep the end of a turn as one token")
         closed = {self._ends[tail.end]} if tail.end in self._openings else self.end_ids
         closing = 0 if last_id in closed else 1
-        return Continuation(ids[1 - closing :], closing, tail.mixed_up)
+        return Continuation(ids[1 - closing :], closing, tail.rendered.mixed_up)
 
     def _shape(
         self,
@@ -229,9 +229,9 @@ class Splicer:
         closed = self._end.search(rest)
         if closed is None:
             if self._openings and not new and not add_generation_prompt:
-                return _Split(before, "", "", rendered.mixed_up)  # nothing follows that would close it
+                return _Split(before, "", "", rendered)  # nothing follows that would close it
             return Inexact("NO_END_OF_TURN", "the template does not close this turn")
-        return _Split(before, closed.group(), rest[closed.end() :], rendered.mixed_up)
+        return _Split(before, closed.group(), rest[closed.end() :], rendered)
 
     def _turn_like(self, turn: Message, tools: Sequence[Tool], kwargs: Mapping[str, Any]) -> Message:
         """A turn with the mark that stands for `turn`, as far as the template shows such a one.
@@ -322,4 +322,4 @@ class _Split:
     before: str  # up to the mark
     end: str  # what closes the marked turn
     after: str  # behind the end of the marked turn
-    mixed_up: bool
+    rendered: Rendered

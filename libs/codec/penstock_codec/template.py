@@ -25,7 +25,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 
-from penstock_codec.chat import ImagePart, Message, Role, TextPart, Tool, ToolCallPart, ToolResultPart
+from penstock_codec.chat import Message, ReasoningPart, Role, TextPart, Tool, ToolCallPart, ToolResultPart
 from penstock_codec.control_text import Breaking, ControlText, gather
 from penstock_codec.errors import CodecError
 from penstock_codec.sandbox import WORK, Known, Sandbox, Work, joined
@@ -102,14 +102,14 @@ class ChatTemplate:
         """
         if tools and not self.supports_tools:
             raise CodecError("TEMPLATE_WITHOUT_TOOLS", "the model's chat template has no place for tools")
-        extra = dict(template_kwargs or {})
-        if clash := RESERVED & extra.keys():
+        extra = dict(template_kwargs) if template_kwargs else {}
+        if extra and (clash := RESERVED & extra.keys()):
             raise CodecError("TEMPLATE_REFUSED", f"template_kwargs may not set {', '.join(sorted(clash))}")
         try:
-            items = [item for message in self._placed(messages) for item in self._as_dicts(message)]
+            items, texts = self._all_as_dicts(self._placed(messages))
             known: Sequence[Known] = [_tool_dict(tool) for tool in tools]
             if apart is not None:
-                items = _all_apart(items, apart)
+                items = _all_apart(items, texts, apart)
                 known = apart.known(known) if known else known
                 extra = apart.broken(extra) if extra else extra
             variables = {
@@ -118,8 +118,8 @@ class ChatTemplate:
                 "tools": known or None,
                 "add_generation_prompt": add_generation_prompt,
                 **extra,
+                WORK: Work(),
             }
-            variables[WORK] = Work()
             template = self._template
             return joined(
                 template.root_render_func(Context(template.environment, variables, template.name, template.blocks))
@@ -136,7 +136,7 @@ class ChatTemplate:
         Raises CodecError: TOOL_INVALID, IMAGE_UNSUPPORTED.
         """
         breaking = Breaking(control_text)
-        _all_apart([item for message in messages for item in self._as_dicts(message)], breaking)
+        _all_apart(*self._all_as_dicts(messages), breaking)
         breaking.known([_tool_dict(tool) for tool in tools])
         return breaking.broke
 
@@ -183,67 +183,80 @@ class ChatTemplate:
                 placed.append(Message(Role.USER, message.parts) if late else message)
         return placed
 
-    def _as_dicts(self, message: Message) -> list[dict[str, Any]]:
+    def _all_as_dicts(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str]]:
+        items: list[dict[str, Any]] = []
+        texts: list[str] = []
+        for message in messages:
+            items += self._as_dicts(message, texts)
+        return items, texts
+
+    def _as_dicts(self, message: Message, texts: list[str]) -> list[dict[str, Any]]:
+        """A message as templates see it; what may spell control tokens of it is added to `texts`."""
         parts = message.parts
-        if len(parts) == 1 and type(parts[0]) is TextPart and not message.name and message.role in _PLAIN:
-            return [{"role": message.role.value, "content": parts[0].text}]  # as below, for what most messages are
-        if len(parts) == 1 and type(parts[0]) is ToolResultPart and not parts[0].images:
-            return [self._result_dict(parts[0])]
+        if len(parts) == 1 and type(part := parts[0]) is TextPart and not message.name and message.role in _PLAIN:
+            texts.append(part.text)
+            return [{"role": message.role.value, "content": part.text}]  # as below, for what most messages are
+        said: list[str] = []
+        thought: list[str] = []
+        calls: list[dict[str, Any]] = []
+        # One message per result, as templates expect; text beside the results (Anthropic's shape) follows as the
+        # user's.
+        results: list[dict[str, Any]] = []
         for part in parts:
-            if isinstance(part, ImagePart) or (isinstance(part, ToolResultPart) and part.images):
+            if type(part) is TextPart:
+                said.append(part.text)
+            elif type(part) is ToolCallPart:
+                calls.append(self._call_dict(part, texts))
+            elif type(part) is ReasoningPart:
+                thought.append(part.text)
+            elif type(part) is ToolResultPart and not part.images:
+                results.append(self._result_dict(part, texts))
+            else:
                 raise CodecError("IMAGE_UNSUPPORTED", "images cannot be turned into this model's tokens")
-        results = message.tool_results
+        text = "".join(said)
+        texts.append(text)
         if results:
-            # One message per result, as templates expect; text beside the results (Anthropic's shape) follows as the
-            # user's.
-            items = [self._result_dict(result) for result in results]
-            text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
             if text:
-                items.append({"role": "user", "content": text})
-            return items
-        role = message.role.value
-        if message.role is Role.DEVELOPER and not self._knows_developer:
-            role = "system"
-        item: dict[str, Any] = {"role": role, "content": message.text}
+                results.append({"role": "user", "content": text})
+            return results
+        role = message.role
+        item: dict[str, Any] = {
+            "role": "system" if role is Role.DEVELOPER and not self._knows_developer else role.value,
+            "content": text,
+        }
         if message.name:
             item["name"] = message.name
-        if message.role is not Role.ASSISTANT:
+            texts.append(message.name)
+        if role is not Role.ASSISTANT:
             return [item]
-        if reasoning := message.reasoning:
+        if reasoning := "".join(thought):
             item["reasoning_content"] = reasoning
-        if calls := message.tool_calls:
-            item["tool_calls"] = [
-                {
-                    "id": self._id(call.id),
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": _arguments(call.arguments_json)},
-                }
-                for call in calls
-            ]
+            texts.append(reasoning)
+        if calls:
+            item["tool_calls"] = calls
         return [item]
 
-    def _result_dict(self, result: ToolResultPart) -> dict[str, Any]:
-        item = {"role": "tool", "content": result.text, "tool_call_id": self._id(result.call_id)}
+    def _call_dict(self, call: ToolCallPart, texts: list[str]) -> dict[str, Any]:
+        call_id, arguments = self._id(call.id), _arguments(call.arguments_json)
+        texts += (call_id, call.name)
+        if "\\" in call.arguments_json:
+            gather(arguments, texts)
+        else:
+            texts.append(call.arguments_json)  # where nothing is escaped, it holds its texts as they are
+        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+    def _result_dict(self, result: ToolResultPart, texts: list[str]) -> dict[str, Any]:
+        call_id = self._id(result.call_id)
+        texts += (result.text, call_id)
+        item = {"role": "tool", "content": result.text, "tool_call_id": call_id}
         if result.name is not None:
             item["name"] = result.name
+            texts.append(result.name)
         return item
 
 
-def _all_apart(items: list[dict[str, Any]], apart: Breaking) -> list[dict[str, Any]]:
-    """Messages as templates see them, their texts broken where they spell control tokens."""
-    texts: list[str] = []
-    for item in items:
-        if len(item) == 2:
-            texts.append(item["content"])  # as below, for what most messages are
-            continue
-        for value in item.values():
-            if type(value) is str:
-                texts.append(value)
-            else:
-                for call in value:
-                    function = call["function"]
-                    texts += (call["id"], function["name"])
-                    gather(function["arguments"], texts)
+def _all_apart(items: list[dict[str, Any]], texts: list[str], apart: Breaking) -> list[dict[str, Any]]:
+    """Messages as templates see them, their texts broken where `texts` spell control tokens."""
     return items if apart.is_clear(texts) else [_apart(item, apart) for item in items]
 
 

@@ -120,6 +120,8 @@ class Conductor:
         self._sandbox: SandboxFacts | None = None
         self._forking: asyncio.Task[SandboxFacts] | None = None
         """The one to grade in is being made, or is there and has not taken the place of the agent's yet."""
+        self._deleting: asyncio.Task[None] | None = None
+        """The agent's sandbox is going, and a fork takes its place."""
         self._gate_asked = False
         self._closing: GateClosing | None = None
         verifier = order.task.verifier
@@ -343,13 +345,11 @@ class Conductor:
             async with asyncio.timeout(CARRY_S):
                 await grader.take(sandbox)
                 self._artifacts = await self._fetch_artifacts(sandbox, prepared)
-            # Not after the fork: rollouts that hold one place and wait for another would wait for each other.
-            deleting = asyncio.ensure_future(self._attempt("sandbox", self._sandboxes.delete(sandbox.sandbox_id)))
-            try:
-                self._sandbox = fork = await forking
-                await grader.put(fork)
-            finally:
-                await deleting
+            # Begun before the fork is waited for: rollouts that hold one place and wait for another would wait for each
+            # other. It ends while the verifier runs, and no verifier waits for it.
+            self._deleting = asyncio.ensure_future(self._attempt("sandbox", self._sandboxes.delete(sandbox.sandbox_id)))
+            self._sandbox = fork = await forking
+            await grader.put(fork)
             self._forking = None
         except TimeoutError:
             message = f"taking over the agent's changes took longer than {CARRY_S:g} s"
@@ -413,6 +413,8 @@ class Conductor:
                     lambda: self._gate.close(self._id, "ROLLOUT_ENDED"), full_s=CLEAN_UP_S, absent_s=CLEAN_UP_S
                 )
                 tasks.create_task(self._attempt("gate", closing))
+            if self._deleting:
+                await self._deleting
         if self._grader:
             self._grader.close()
         self._work.close()

@@ -92,6 +92,7 @@ class SandboxTerms:
     memory_bytes: int | None = None
     pids: int | None = None
     disk_bytes: int | None = None
+    inodes: int | None = None
     user: str = ""
     own_kernel: bool = False
     setup_network: bytes = b""

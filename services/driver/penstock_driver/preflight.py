@@ -88,7 +88,7 @@ def _check_capabilities(backend: BackendFacts, terms: SandboxTerms, needed: Mapp
     missing = [name for name, is_there in needed.items() if not is_there]
     missing += [
         f"a limit of {name}"
-        for name in ("cpu", "memory_bytes", "pids", "disk_bytes")
+        for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes")
         if getattr(terms, name) is not None and name not in backend.limits
     ]
     if missing:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 import structlog
+
+from penstock_chassis.logging import Meter
 
 BURST: Final = 5
 INTERVAL_S: Final = 10.0
@@ -45,31 +46,13 @@ class Event(StrEnum):
     TOKENS_REVOKED = "tokens_revoked"
 
 
-@dataclass(slots=True)
-class _Meter:
-    """How many lines may be written now, and how many were left out since the last."""
-
-    level: float
-    at: float
-    left_out: int = 0
-
-    def allows(self, now: float, burst: int, interval_s: float) -> bool:
-        self.level = min(float(burst), self.level + (now - self.at) / interval_s)
-        self.at = now
-        if self.level < 1.0:
-            self.left_out += 1
-            return False
-        self.level -= 1.0
-        return True
-
-
 class Audit:
     """Belongs to one event loop. `steady` is a clock that never jumps, in seconds."""
 
     def __init__(self, steady: Callable[[], float]) -> None:
         self._steady = steady
-        self._meters: OrderedDict[tuple[Event, str, str], _Meter] = OrderedDict()
-        self._all = _Meter(float(ALL_BURST), steady())
+        self._meters: OrderedDict[tuple[Event, str, str], Meter] = OrderedDict()
+        self._all = Meter(ALL_BURST, ALL_INTERVAL_S)
 
     def tell(
         self,
@@ -84,14 +67,12 @@ class Audit:
         rollout_id = rollout_id if not rollout_id or _ID.fullmatch(rollout_id) else "?"
         now = self._steady()
         key = (event, rollout_id, peer or "")
-        meter = self._meters.pop(key, None) or _Meter(float(BURST), now)
+        meter = self._meters.pop(key, None) or Meter(BURST, INTERVAL_S)
         self._meters[key] = meter
         if len(self._meters) > MAX_KEYS:
             self._meters.popitem(last=False)
-        if not meter.allows(now, BURST, INTERVAL_S) or not self._all.allows(now, ALL_BURST, ALL_INTERVAL_S):
+        if not meter.allows(now) or not self._all.allows(now):
             return
-        told = {"rollout_id": rollout_id, "peer": peer, "reason": reason, "left_out": meter.left_out, **facts}
-        meter.left_out = 0
-        if self._all.left_out:
-            told["left_out_in_all"], self._all.left_out = self._all.left_out, 0
+        told = {"rollout_id": rollout_id, "peer": peer, "reason": reason, "left_out": meter.left_out(), **facts}
+        told["left_out_in_all"] = self._all.left_out()
         _log.warning("audit", audit=event.value, **{name: value for name, value in told.items() if value})

@@ -19,6 +19,7 @@ from penstock_chassis.journal import Journal
 from penstock_sandbox.backends.base import ENTRY_POINTS, Backend
 from penstock_sandbox.backends.local import runtimes
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
+from penstock_sandbox.backends.local.disk_use import Use
 from penstock_sandbox.backends.local.installer import Installer
 from penstock_sandbox.forks import Forks
 from penstock_sandbox.policy import Limits
@@ -48,6 +49,8 @@ def local_backend(settings: SandboxSettings) -> Backend:
             first_uid=settings.first_uid,
             uid_count=settings.uid_count,
             tmp_bytes=settings.tmp_bytes,
+            tmp_inodes=settings.tmp_inodes,
+            min_free=Use(settings.min_free_bytes, settings.min_free_inodes),
             extra_read_only=settings.extra_read_only,
             allow_open_network=settings.allow_open_network,
             staged=dict(runtimes.mountable()),
@@ -104,6 +107,7 @@ async def open_app(settings: SandboxSettings) -> AsyncIterator[App]:
                 upstream_ca=str(settings.upstream_ca or ""),
                 min_free_bytes=settings.min_free_bytes,
                 min_free_inodes=settings.min_free_inodes,
+                max_resources=settings.max_resources,
             ),
         )
         await sandboxes.open()

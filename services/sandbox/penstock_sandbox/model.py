@@ -15,7 +15,9 @@ SNAPSHOT_LABEL: Final = "penstock/snapshot"
 """Of the sandboxes in which snapshots are made: the service's own, which no caller was told of."""
 LEAST_MEMORY_BYTES: Final = 4 * 1024 * 1024
 LEAST_PIDS: Final = 8
-"""With less of the two a sandbox does not start."""
+LEAST_DISK_BYTES: Final = 1024 * 1024
+LEAST_INODES: Final = 64
+"""With less of these a sandbox does not start."""
 
 
 class State(enum.Enum):
@@ -57,12 +59,13 @@ class NetworkPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Limits of a sandbox's processes together: cores, bytes, processes, bytes. None = the operator's default."""
+    """Limits of a sandbox's processes together: cores, bytes, processes, bytes, files. None = the default."""
 
     cpu: float | None = None
     memory_bytes: int | None = None
     pids: int | None = None
     disk_bytes: int | None = None
+    inodes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,12 @@ class Sandbox:
     """Lost through what ran in it; False where that is not known."""
 
 
+DISK_EXHAUSTED: Final = "DISK_EXHAUSTED"
+"""A sandbox's own files were more than its limit."""
+
 ENDED_INSIDE: Final = frozenset(
     {
+        DISK_EXHAUSTED,
         "PROCESS_ENDED",
         "DOOR_CLOSED",
         "ATTENDANT_KILLED",
@@ -112,6 +119,14 @@ ENDED_INSIDE: Final = frozenset(
 )
 """Reasons for which a sandbox is lost through what ran in it: what it lives with ended while all else of its service's
 went on (R93). Backends give one of these only where they know that."""
+
+
+class DiskLimit(enum.Enum):
+    """How a backend holds sandboxes to their disk (the meanings are those of the contract)."""
+
+    NONE = 1
+    WATCHED = 2
+    HARD = 3
 
 
 class ForkKind(enum.Enum):
@@ -135,7 +150,8 @@ class Capabilities:
     limit_cpu: bool = False
     limit_memory: bool = False
     limit_pids: bool = False
-    limit_disk: bool = False
+    disk_limit: DiskLimit = DiskLimit.NONE
+    limit_inodes: bool = False
     root: bool = False
     pause: bool = False
     diff: bool = False
@@ -145,6 +161,11 @@ class Capabilities:
     open_egress: bool = False
     own_kernel: bool = False
     system_read_only: bool = False
+
+    @property
+    def limit_disk(self) -> bool:
+        """Whether a spec may limit its bytes on disk."""
+        return self.disk_limit is not DiskLimit.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +183,7 @@ class BackendInfo:
     default_resources: Resources
     max_lifetime_s: float | None = None
     max_sandboxes_per_owner: int | None = None
+    max_resources: Resources = Resources()
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,3 +411,4 @@ class Stats:
     pids: int | None = None
     cpu_s: float | None = None
     disk_bytes: int | None = None
+    inodes: int | None = None

@@ -12,9 +12,20 @@ from dataclasses import dataclass, replace
 
 from penstock_chassis.errors import FailedPrecondition, InvalidArgument, Violation
 from penstock_sandbox.backends.base import Backend
-from penstock_sandbox.model import LEAST_MEMORY_BYTES, LEAST_PIDS, NetworkKind, NetworkPolicy, Resources, SandboxSpec
+from penstock_sandbox.model import (
+    LEAST_DISK_BYTES,
+    LEAST_INODES,
+    LEAST_MEMORY_BYTES,
+    LEAST_PIDS,
+    NetworkKind,
+    NetworkPolicy,
+    Resources,
+    SandboxSpec,
+)
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,127}")
+
+_NONE = Resources()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,7 @@ class Limits:
     upstream_ca: str = ""
     min_free_bytes: int = 0
     min_free_inodes: int = 0
+    max_resources: Resources = _NONE
 
 
 class Policy:
@@ -58,6 +70,7 @@ class Policy:
             else default.disk_bytes
             if can.limit_disk
             else None,
+            inodes=asked.inodes if asked.inodes is not None else default.inodes if can.limit_inodes else None,
         )
 
     def not_held(self, backend: Backend) -> list[str]:
@@ -85,10 +98,16 @@ class Policy:
             ("cpu", limits.cpu, 0.01),
             ("memory_bytes", limits.memory_bytes, LEAST_MEMORY_BYTES),
             ("pids", limits.pids, LEAST_PIDS),
-            ("disk_bytes", limits.disk_bytes, 1024 * 1024),
+            ("disk_bytes", limits.disk_bytes, LEAST_DISK_BYTES),
+            ("inodes", limits.inodes, LEAST_INODES),
         ):
+            most: float | None = getattr(self.limits.max_resources, field)
             if amount is not None and not amount >= least:
                 problems.append(Violation(f"spec.resources.{field}", f"must be at least {least}"))
+            elif amount is not None and most is not None and amount > most:
+                problems.append(
+                    Violation(f"spec.resources.{field}", f"must be at most {most}, the operator's max_{field}")
+                )
         if spec.image and spec.snapshot_id:
             problems.append(Violation("spec.base", "an image and a snapshot exclude each other"))
         problems += network_problems(spec.network)

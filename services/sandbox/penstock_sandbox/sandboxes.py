@@ -261,6 +261,7 @@ class Sandboxes:
                 default_resources=self._policy.with_defaults(backend, Resources()),
                 max_lifetime_s=self._limits.max_lifetime_s,
                 max_sandboxes_per_owner=self._limits.max_sandboxes_per_owner,
+                max_resources=self._limits.max_resources,
             )
             for name, backend in sorted(self._backends.items())
         ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from penstock_chassis.settings import ServiceSettings, refuse_blank
-from penstock_sandbox.model import LEAST_MEMORY_BYTES, LEAST_PIDS, Resources
+from penstock_sandbox.model import LEAST_DISK_BYTES, LEAST_INODES, LEAST_MEMORY_BYTES, LEAST_PIDS, Resources
 
 
 class SandboxSettings(ServiceSettings):
@@ -69,15 +69,44 @@ class SandboxSettings(ServiceSettings):
         description="processes and threads for a sandbox that asks for none, where that can be limited; at least 8, "
         "0 = no limit",
     )
+    default_disk_bytes: int = Field(
+        16 * 1024**3,
+        ge=0,
+        description="bytes on disk, its snapshot's included, for a sandbox that asks for none, where that can be "
+        "limited; at least 1 MiB, 0 = no limit",
+    )
+    default_inodes: int = Field(
+        1_000_000,
+        ge=0,
+        description="files, directories and links on disk for a sandbox that asks for none, where that can be limited; "
+        "at least 64, 0 = no limit",
+    )
+    max_cpu: float | None = Field(None, gt=0, description="most cores that a spec may ask for; unset = no maximum")
+    max_memory_bytes: int | None = Field(
+        None, ge=LEAST_MEMORY_BYTES, description="most memory that a spec may ask for; unset = what the machine has"
+    )
+    max_pids: int | None = Field(
+        None, ge=LEAST_PIDS, description="most processes and threads that a spec may ask for; unset = no maximum"
+    )
+    max_disk_bytes: int | None = Field(
+        None, ge=LEAST_DISK_BYTES, description="most bytes on disk that a spec may ask for; unset = no maximum"
+    )
+    max_inodes: int | None = Field(
+        None, ge=LEAST_INODES, description="most files on disk that a spec may ask for; unset = no maximum"
+    )
     min_free_bytes: int = Field(
         1024**3,
         ge=0,
-        description="bytes that must be free where this service keeps its state for a sandbox to be made",
+        description="bytes that must be free where this service keeps its state for a sandbox to be made; with less "
+        "than half of that, local sandboxes are ended, those that hold most first",
     )
     min_free_inodes: int = Field(
-        10_000, ge=0, description="inodes that must be free there, where the filesystem has a fixed number"
+        10_000, ge=0, description="inodes that must be free there, likewise, where the filesystem has a fixed number"
     )
     tmp_bytes: int = Field(1024**3, ge=1024**2, description="size of /tmp and of /dev/shm in a sandbox (memory)")
+    tmp_inodes: int = Field(
+        262_144, ge=64, description="files, directories and links in /tmp, and in /dev/shm, of a local sandbox (memory)"
+    )
     first_uid: int = Field(
         200_000, ge=1000, description="first of the host users that sandboxes run as when this service is root"
     )
@@ -165,10 +194,10 @@ class SandboxSettings(ServiceSettings):
     def _not_blank(cls, value: SecretStr | None) -> SecretStr | None:
         return refuse_blank(value)
 
-    @field_validator("default_memory_bytes", "default_pids")
+    @field_validator("default_memory_bytes", "default_pids", "default_disk_bytes", "default_inodes")
     @classmethod
     def _none_or_enough(cls, value: int, info: ValidationInfo) -> int:
-        least = {"default_memory_bytes": LEAST_MEMORY_BYTES, "default_pids": LEAST_PIDS}[str(info.field_name)]
+        least = _LEAST[str(info.field_name)]
         if 0 < value < least:
             raise ValueError(f"must be at least {least}, or 0 for no limit")
         return value
@@ -184,4 +213,32 @@ class SandboxSettings(ServiceSettings):
     @property
     def default_resources(self) -> Resources:
         """Limits of a sandbox whose spec gives none."""
-        return Resources(self.default_cpu, self.default_memory_bytes or None, self.default_pids or None, None)
+        return Resources(
+            _lesser(self.default_cpu, self.max_cpu),
+            _lesser(self.default_memory_bytes or None, self.max_memory_bytes),
+            _lesser(self.default_pids or None, self.max_pids),
+            _lesser(self.default_disk_bytes or None, self.max_disk_bytes),
+            _lesser(self.default_inodes or None, self.max_inodes),
+        )
+
+    @property
+    def max_resources(self) -> Resources:
+        """The most that a spec may ask for."""
+        return Resources(self.max_cpu, self.max_memory_bytes, self.max_pids, self.max_disk_bytes, self.max_inodes)
+
+
+_LEAST = {
+    "default_memory_bytes": LEAST_MEMORY_BYTES,
+    "default_pids": LEAST_PIDS,
+    "default_disk_bytes": LEAST_DISK_BYTES,
+    "default_inodes": LEAST_INODES,
+}
+
+Amount = TypeVar("Amount", int, float)
+
+
+def _lesser(default: Amount | None, most: Amount | None) -> Amount | None:
+    """A sandbox that asks for nothing has no more than one that asks may have."""
+    if default is None or most is None:
+        return most if default is None else default
+    return min(default, most)

@@ -61,7 +61,7 @@ class AttendedBackend(Backend):
         self.capabilities = dataclasses.replace(self._local.capabilities, pause=False, live_fork=False)
         self.unavailable_reason = self._local.unavailable_reason
         self._program = launch.write_program(self._folder)
-        (self._folder / "calls").write_bytes(seccomp.program() or b"")
+        (self._folder / "calls").write_bytes(seccomp.program(allocates=True) or b"")
 
     async def aclose(self) -> None:
         await self._local.aclose()

@@ -1,4 +1,4 @@
-"""One service for each variant, shared by the suite; a fresh sandbox for each test."""
+"""One service for each variant, shared by the suite; a fresh sandbox for each test, but for those of many values."""
 
 from __future__ import annotations
 
@@ -259,6 +259,23 @@ async def box(make_box: MakeBox) -> Box:
     """A fresh sandbox without network."""
     made: Box = await make_box()
     return made
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def standing(service: Running) -> AsyncIterator[Box]:
+    """The sandbox of `shared_box`."""
+    spec = sb.SandboxSpec(network=narrowest(await claimed(service)))
+    request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
+    sandbox = (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox
+    yield Box(service, sandbox)
+    await service.sandboxes.DeleteSandbox(ss.DeleteSandboxRequest(sandbox_id=sandbox.sandbox_id), timeout=60)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def shared_box(standing: Box) -> Box:
+    """A sandbox without network and with an empty working directory, for tests that leave nothing else behind."""
+    await standing.out("find . -mindepth 1 -delete")
+    return standing
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -32,6 +32,7 @@ _SPECS: dict[str, dict[str, Any]] = {
     "limit_memory": {"resources": sb.Resources(memory_bytes=1 << 28)},
     "limit_pids": {"resources": sb.Resources(pids=100)},
     "limit_disk": {"resources": sb.Resources(disk_bytes=1 << 28)},
+    "limit_inodes": {"resources": sb.Resources(inodes=10_000)},
     "root": {"user": "root"},
     "own_kernel": {"own_kernel": True},
     "toolboxes": {"toolbox_ids": ["any"]},

@@ -122,15 +122,6 @@ SERVICES: Mapping[str, Variant] = {
             ),
             **dict.fromkeys(
                 (
-                    "test_a_name_of_any_content_is_a_name",
-                    "test_a_file_of_any_size_comes_back_as_it_was_written",
-                    "test_a_tar_with_a_bad_member_is_refused_before_anything_is_unpacked",
-                    "test_an_argument_of_any_content_arrives_intact",
-                ),
-                "many sandboxes of a second each, for what the attendant does alike everywhere",
-            ),
-            **dict.fromkeys(
-                (
                     "test_a_repeated_fork_gives_the_same_children",
                     "test_a_setup_that_fails_tells_which_command_and_leaves_nothing",
                     "test_a_deleted_snapshots_forks_live_on_and_new_ones_are_refused",

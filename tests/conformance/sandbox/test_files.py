@@ -32,14 +32,14 @@ NAMES = [
 
 
 @pytest.mark.parametrize("size", [0, 1, 256 * 1024, 256 * 1024 + 1, 3_000_001])
-async def test_a_file_of_any_size_comes_back_as_it_was_written(box: Box, size: int) -> None:
+async def test_a_file_of_any_size_comes_back_as_it_was_written(shared_box: Box, size: int) -> None:
     """R44"""
     content = hashlib.shake_128(b"content").digest(size)
     digest = hashlib.sha256(content).digest()
-    written = await box.write("file", content, sha256=digest)
+    written = await shared_box.write("file", content, sha256=digest)
     assert (written.size_bytes, written.sha256) == (size, digest)
-    assert await box.read("file") == (content, digest)
-    assert (await box.out("sha256sum file")).split()[0] == digest.hex()
+    assert await shared_box.read("file") == (content, digest)
+    assert (await shared_box.out("sha256sum file")).split()[0] == digest.hex()
 
 
 async def test_a_hundred_megabytes_go_in_and_come_out(box: Box) -> None:
@@ -51,13 +51,13 @@ async def test_a_hundred_megabytes_go_in_and_come_out(box: Box) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_name_of_any_content_is_a_name(box: Box, name: str) -> None:
+async def test_a_name_of_any_content_is_a_name(shared_box: Box, name: str) -> None:
     """R42, R44"""
-    await box.write(f"odd/{name}", b"x")
-    assert (await box.read(f"odd/{name}"))[0] == b"x"
-    listed = await box.service.files.List(fs.ListRequest(sandbox_id=box.id, path="odd"), timeout=30)
+    await shared_box.write(f"odd/{name}", b"x")
+    assert (await shared_box.read(f"odd/{name}"))[0] == b"x"
+    listed = await shared_box.service.files.List(fs.ListRequest(sandbox_id=shared_box.id, path="odd"), timeout=30)
     assert [entry.name for entry in listed.entries] == [name]
-    assert (await box.run("cat", f"odd/{name}")).stdout == b"x"
+    assert (await shared_box.run("cat", f"odd/{name}")).stdout == b"x"
 
 
 async def test_what_is_written_belongs_to_the_user_with_the_mode_asked_for(box: Box) -> None:
@@ -225,6 +225,23 @@ async def test_a_layer_lands_whatever_somebody_left_in_its_way(box: Box) -> None
     assert await box.out("cat plain/.wh.x") == "content", "it means something in a layer only"
 
 
+@pytest.mark.parametrize("mode", ["500", "000"])
+async def test_a_small_layer_lands_in_a_directory_that_its_owner_locked(box: Box, mode: str) -> None:
+    """R75, R76: small layers go another way than large ones, with the same end."""
+    await box.run(shell=f"mkdir -p a/locked a/open; echo old | tee a/locked/x a/open/x; chmod {mode} a/locked")
+    layer = tar(*((member(name), b"new") for name in ("a/open/x", "a/locked/x", "a/made/x", "a/open/y/x")))
+    await box.write_tree(".", layer, layer=True)
+    assert await box.out("cat a/open/x a/locked/x a/made/x a/open/y/x") == "new" * 4
+
+
+async def test_a_small_layer_removes_files_and_lands_in_open_directories(box: Box) -> None:
+    """R75, R76"""
+    await box.run(shell="mkdir -p a; echo old | tee a/x a/y; ln -s x a/z")
+    removed = ((member(name), b"") for name in ("a/.wh.x", "a/.wh.nothing", ".wh.neither"))
+    await box.write_tree(".", tar(*removed, (member("a/z"), b"new"), (member("a/w"), b"new")), layer=True)
+    assert await box.out("cd a; ls; cat y z w; stat -c ' %F' z") == "w\ny\nz\nold\nnewnew regular file"
+
+
 async def test_a_tree_is_removed_however_deep_and_locked_it_is(box: Box) -> None:
     """R70, R75: by a remove and by a layer."""
     make = (
@@ -275,11 +292,13 @@ async def test_a_tar_is_unpacked_over_what_is_there(box: Box) -> None:
     ],
     ids=lambda info: f"{info.name}-{info.linkname}",
 )
-async def test_a_tar_with_a_bad_member_is_refused_before_anything_is_unpacked(box: Box, bad: tarfile.TarInfo) -> None:
+async def test_a_tar_with_a_bad_member_is_refused_before_anything_is_unpacked(
+    shared_box: Box, bad: tarfile.TarInfo
+) -> None:
     """R75"""
-    error = await failure(box.write_tree("dst", tar((member("good"), b"x"), (bad, b""))))
+    error = await failure(shared_box.write_tree("dst", tar((member("good"), b"x"), (bad, b""))))
     assert isinstance(error, InvalidArgument) and error.reason == "TAR_MEMBER_REFUSED"
-    assert await box.out("ls -A") == ""
+    assert await shared_box.out("ls -A") == ""
 
 
 async def test_a_tar_does_not_follow_a_link_that_is_in_the_way(box: Box) -> None:

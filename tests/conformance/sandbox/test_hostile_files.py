@@ -209,14 +209,16 @@ HOSTILE = {
 
 @pytest.mark.parametrize("padding", [0, 200_000], ids=["small", "large"])
 @pytest.mark.parametrize("what", HOSTILE)
-async def test_a_hostile_archive_is_refused_before_anything_is_unpacked(box: Box, what: str, padding: int) -> None:
+async def test_a_hostile_archive_is_refused_before_anything_is_unpacked(
+    shared_box: Box, what: str, padding: int
+) -> None:
     """R75, R145, R80: what it claims costs nothing, whether what serves files reads it itself or has a child do it."""
     raw, reason = HOSTILE[what]
     content = FILE + header("filler", tarfile.REGTYPE, padding, bytes(padding)) + raw + END
-    error = await failure(box.write_tree("dst", content))
+    error = await failure(shared_box.write_tree("dst", content))
     assert error.reason == reason, error
     # And the sandbox is served as before.
-    assert await box.out("ls -A") == ""
+    assert await shared_box.out("ls -A") == ""
 
 
 async def test_members_that_name_one_path_twice_replace_each_other_and_follow_nothing(box: Box) -> None:

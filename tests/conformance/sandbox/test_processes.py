@@ -52,9 +52,9 @@ async def test_a_death_by_signal_is_told_apart_from_an_exit_code(box: Box) -> No
         "\t",
     ],
 )
-async def test_an_argument_of_any_content_arrives_intact(box: Box, argument: str) -> None:
+async def test_an_argument_of_any_content_arrives_intact(shared_box: Box, argument: str) -> None:
     """R42, R2: argv, not shell strings."""
-    result = await box.run("printf", "%s|", argument)
+    result = await shared_box.run("printf", "%s|", argument)
     assert result.stdout == argument.encode() + b"|"
 
 

@@ -83,6 +83,8 @@ async def test_a_cancelled_creation_leaves_nothing(service: Running) -> None:
         ({"lease": Duration(seconds=-1)}, "spec.lease"),
         ({"lease": Duration(seconds=10**9)}, "spec.lease"),
         ({"resources": sb.Resources(pids=0)}, "spec.resources.pids"),
+        ({"resources": sb.Resources(disk_bytes=1000)}, "spec.resources.disk_bytes"),
+        ({"resources": sb.Resources(inodes=1)}, "spec.resources.inodes"),
         ({"resources": sb.Resources(cpu=float("nan"))}, "spec.resources.cpu"),
     ],
 )
@@ -103,6 +105,7 @@ async def test_what_the_backend_lacks_is_refused_before_any_work(
         "limit_memory": {"resources": sb.Resources(memory_bytes=1 << 28)},
         "limit_pids": {"resources": sb.Resources(pids=100)},
         "limit_disk": {"resources": sb.Resources(disk_bytes=1 << 28)},
+        "limit_inodes": {"resources": sb.Resources(inodes=10_000)},
         "root": {"user": "root"},
         "own_kernel": {"own_kernel": True},
     }

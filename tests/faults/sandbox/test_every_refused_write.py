@@ -74,7 +74,7 @@ async def play(directory: Path, disk: Disk) -> None:
                     await it.domain.try_again()
                     assert not world.sandboxes and not await insisting(it, it.domain.rows)
                     assert world.layers == it.known == {below, above}
-                    assert it.snapshots.get(above)
+                    assert it.snapshots.get(above).id == above
                     await insisting(it, lambda: it.snapshots.delete(above))
                     await insisting(it, lambda: it.snapshots.delete(below))
                     for _ in range(3):

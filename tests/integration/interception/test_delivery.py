@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import struct
 from typing import Any
@@ -13,6 +14,7 @@ from tests.integration.interception.test_flow import WIRES
 from tests.support.waiting import eventually
 
 from penstock.interception.v1 import intercept_service_pb2 as pb
+from penstock.interception.v1 import interception_pb2
 
 SIZES = {"6 KB": 6 << 10, "300 KB": 300 << 10}
 HANGS_S = 60.0
@@ -170,3 +172,59 @@ async def test_a_connection_that_ends_with_its_answer_tells_as_much(service: Any
         await peer.read(reads)
         peer.sock.close()
         assert await attempts(service, rollout) == expected
+
+
+async def test_the_same_request_is_a_new_call_while_an_answer_is_on_its_way_to_who_waits(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R34, R105: the answer is accepted, and not yet written to its connection, which stands."""
+    rollout, trainer = await service.open(), await service.trainer()
+    monkeypatch.setitem(WIRES["chat"].body, "logprobs", True)
+    elsewhere, reached, goes_on = service.turns.elsewhere, asyncio.Event(), asyncio.Event()
+
+    async def held(work: Any) -> Any:
+        if service.turns.gate.rollout(rollout.rollout_id).calls[0].state.terminal:
+            reached.set()
+            await goes_on.wait()
+        return await elsewhere(work)
+
+    monkeypatch.setattr(service.turns, "elsewhere", held)
+    first, second = (Peer(service, rollout, "chat", stream=False) for _ in range(2))
+    await first.ask()
+    await answer(trainer, "x" * (6 << 10))  # with so many logprobs it is written in a thread
+    await reached.wait()
+    await second.ask()
+    await answer(trainer, "another")
+    assert b"another" in await second.read()
+    goes_on.set()
+    assert b"x" * (6 << 10) in await first.read()
+    assert await attempts(service, rollout) == [1, 1]
+
+
+async def test_a_budget_of_calls_holds_for_those_who_all_ask_the_same_at_once(service: Any) -> None:
+    """R34, R35: each request that is answered is a call of its own, and no more are answered than may be."""
+    most = 30
+    rollout = await service.open(budgets=interception_pb2.Budgets(max_calls=most))
+    trainer = await service.trainer()
+    answering = asyncio.create_task(_answer_all(trainer))
+    found: list[bytes] = []
+
+    async def ask(times: int) -> None:
+        for _ in range(times):
+            peer = Peer(service, rollout, "chat", stream=False, headers="connection: close\r\n")
+            await peer.ask()
+            found.append(await peer.read())
+            peer.sock.close()
+
+    await asyncio.gather(*(ask(10) for _ in range(8)))
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+    answers = [data for data in found if data.startswith(b"HTTP/1.1 200")]
+    assert len(answers) == len({re.findall(rb'"id": ?"([^"]+)"', data)[0] for data in answers}) == most
+    assert all(data.startswith(b"HTTP/1.1 403") for data in found if data not in answers)
+    assert await attempts(service, rollout) == [1] * most
+
+
+async def _answer_all(trainer: Any) -> None:
+    while True:
+        await trainer.answer("an answer")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import secrets
 import signal
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support import dockerd
-from tests.support.docker_backend import REACHES, backend, create, run
+from tests.support.docker_backend import REACHES, backend, create, diff, run
 from tests.support.hoppers import kill_each_chain
 from tests.support.waiting import eventually
 
@@ -114,6 +116,36 @@ async def test_sockets_are_of_four_families_whatever_the_kernel_has(tmp_path: Pa
             0,
             "1 made\n2 made\n10 made\n16 made\npair EAFNOSUPPORT\n",
         )
+
+
+# What stands in the way of its changes --------------------------------------------------------------------------------
+
+
+async def test_the_diff_holds_links_that_the_daemon_cannot_follow(tmp_path: Path) -> None:
+    """R74, R76: in circles, through a file, to a name that is too long; each of them made the whole diff fail."""
+    wanted = {"loop": "loop", "there": "back", "back": "there", "through": "file/x", "long": "x" * 300, "up": "../" * 9}
+    script = "echo 1 > file; mkdir new; ln -s loop new/loop; " + "".join(
+        f"ln -s {target} {name}; " for name, target in wanted.items()
+    )
+    async with backend(tmp_path) as opened:
+        handle = await create(opened)
+        assert await run(handle, "sh", "-c", script) == (0, "")
+        pieces = [piece async for piece in handle.diff(["/workspace"])]
+    content = b"".join(piece for piece in pieces if isinstance(piece, bytes))
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        found = {member.name: member.linkname for member in archive if member.issym()}
+    assert found == {"workspace/new/loop": "loop", **{f"workspace/{name}": to for name, to in wanted.items()}}
+
+
+async def test_a_path_that_the_daemon_cannot_read_is_told_as_the_sandboxs(tmp_path: Path) -> None:
+    """R74: a tree that is deeper than a path may be long is no fault of the daemon's."""
+    script = "import os\nfor _ in range(200):\n    os.mkdir('d' * 50)\n    os.chdir('d' * 50)"
+    async with backend(tmp_path) as opened:
+        handle = await create(opened)
+        assert await run(handle, "python3", "-c", script) == (0, "")
+        with pytest.raises(InvalidArgument) as refused:
+            await diff(handle)
+    assert refused.value.reason == "PATH_TOO_LONG"
 
 
 # How an agent ends its own sandbox ------------------------------------------------------------------------------------

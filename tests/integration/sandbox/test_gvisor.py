@@ -141,6 +141,36 @@ async def test_daemons_are_killed_with_their_process_and_with_no_other(tmp_path:
         await second.aclose()
 
 
+# Leaves a process whose first thread has ended; the other writes for as long as it lives.
+WITHOUT_LEADER = r"""
+import ctypes, os, threading, time
+def beat():
+    while True:
+        os.write(1, b"x")
+        time.sleep(0.01)
+if os.fork() == 0:
+    os.setsid()
+    threading.Thread(target=beat).start()
+    ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+async def test_a_thread_that_its_process_has_left_is_killed_with_its_tree(tmp_path: Path) -> None:
+    """R91: its process looks as if it were dead; it wrote the reward file of whoever graded beside it."""
+    async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:
+        handle = await create(opened)
+        script = f"python3 -c '{WITHOUT_LEADER}' > /tmp/beat; exec sleep 4711"
+        tree = await handle.start(["sh", "-c", script], handle.default_env, "/", Collected(), stdin=False, pty=None)
+        while (await run(handle, "sh", "-c", "test -s /tmp/beat && grep -l Z.*zombie /proc/[0-9]*/status"))[0] != 0:
+            pass
+        await tree.kill()
+        size = (await handle.stat("/tmp/beat")).size
+        for _ in range(20):
+            assert await run(handle, "true") == (0, "")
+        assert (await handle.stat("/tmp/beat")).size == size
+        await tree.aclose()
+
+
 async def test_no_chain_of_forks_outlives_the_kill_of_its_tree_on_gvisor(tmp_path: Path) -> None:
     """R91: without subreapers a tree is all that has its group, and who cannot be looked at may be one of it."""
     async with backend(tmp_path, "auto", runtime=dockerd.GVISOR) as opened:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr, ValidationError
@@ -22,7 +23,7 @@ from penstock.client.endpoints import Endpoints
 from penstock.sandbox.v1 import process_service_pb2 as ps
 from penstock.sandbox.v1 import sandbox_pb2 as sb
 from penstock.sandbox.v1 import sandbox_service_pb2 as ss
-from penstock_chassis.errors import PenstockError, ResourceExhausted
+from penstock_chassis.errors import InvalidArgument, PenstockError, ResourceExhausted
 from penstock_sandbox.settings import SandboxSettings
 
 GIB = 1 << 30
@@ -46,6 +47,9 @@ async def test_a_sandbox_that_asks_for_nothing_is_held_to_the_operators_memory_a
         local = await local_of(service)
         assert local.capabilities.limit_memory and local.capabilities.limit_pids, "this test needs control groups"
         assert (local.default_resources.memory_bytes, local.default_resources.pids) == (4 * GIB, 1024)
+        assert (local.default_resources.disk_bytes, local.default_resources.inodes) == (16 * GIB, 1_000_000)
+        assert local.capabilities.disk_limit in (sb.DISK_LIMIT_WATCHED, sb.DISK_LIMIT_HARD)
+        assert not local.max_resources.ListFields()
         assert (await created(service)).sandbox.spec.resources == local.default_resources
     async with start("local", default_memory_bytes=str(128 << 20), default_pids="40") as service:
         box = await created(service)
@@ -77,12 +81,15 @@ async def test_a_default_that_cannot_be_held_is_reported_and_refuses_nobody(capf
         async with connect(Endpoints(sandbox=service.address, token=TOKEN)) as client:
             finding = doctor_backends.limits(await client.sandboxes.backends())
     assert not finding.ok and finding.advice
-    assert "local: no limit of memory, pids, disk" in finding.found
+    assert "local: no limit of memory, pids; disk watched" in finding.found
     log = capfd.readouterr().err
     assert "sandboxes are held to no default limit" in log and "memory_bytes" in log
 
 
-@pytest.mark.parametrize(("name", "value"), [("default_memory_bytes", 4096), ("default_pids", 3)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("default_memory_bytes", 4096), ("default_pids", 3), ("default_disk_bytes", 4096), ("default_inodes", 3)],
+)
 def test_a_default_with_which_no_sandbox_could_start_is_refused(name: str, value: int) -> None:
     """R95: and 0 is how an operator chooses to have none."""
     make: Callable[..., SandboxSettings] = partial(SandboxSettings, operator_token=SecretStr("test-operator"))
@@ -91,6 +98,25 @@ def test_a_default_with_which_no_sandbox_could_start_is_refused(name: str, value
     field = name.removeprefix("default_")
     assert getattr(make(**{name: 0}).default_resources, field) is None
     assert getattr(make().default_resources, field) is not None
+
+
+async def test_more_than_the_operators_maximum_is_refused_by_field_and_maximum() -> None:
+    """R95, R54: of each resource; a default is never more than that."""
+    most: dict[str, Any] = {"cpu": 2.0, "memory_bytes": 1 << 30, "pids": 100, "disk_bytes": 64 << 20, "inodes": 5000}
+    async with start("local", **{f"max_{name}": str(value) for name, value in most.items()}) as service:
+        local = await local_of(service)
+        assert local.max_resources == sb.Resources(**most)
+        assert local.default_resources == sb.Resources(**most)
+        for name, value in most.items():
+            spec = sb.SandboxSpec(resources=sb.Resources(**{name: value + 1}))
+            request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
+            error = await failure(service.sandboxes.CreateSandbox(request, timeout=60))
+            assert isinstance(error, InvalidArgument) and error.reason == "INVALID_SPEC", error
+            [violation] = error.violations
+            assert violation.field == f"spec.resources.{name}" and str(value) in violation.description
+        spec = sb.SandboxSpec(resources=sb.Resources(**most))
+        request = ss.CreateSandboxRequest(request_id=secrets.token_hex(8), spec=spec)
+        assert (await service.sandboxes.CreateSandbox(request, timeout=60)).sandbox.spec.resources == spec.resources
 
 
 @pytest.fixture

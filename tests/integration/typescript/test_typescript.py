@@ -76,6 +76,34 @@ def test_its_package_works_in_an_empty_folder_with_types(tmp_path: Path) -> None
     ]  # fmt: skip
 
 
+MANY: Final = """
+import { connect } from "@penstock/client";
+
+const ps = connect();
+const rollout = await ps.rollouts.create({ taskId: "t", instruction: "i" }, "shell");
+const watches = Array.from({ length: 600 }, () => rollout.events());
+const first = await Promise.all(watches.map((watch) => watch.next())); // each is open, and stays so
+const { rolloutId } = await ps.rollouts.get(rollout.rolloutId);
+await rollout.cancel();
+const ends = watches.map(async (watch) => (await Array.fromAsync(watch)).at(-1)?.event.case);
+console.log(first.length, rolloutId === rollout.rolloutId, [...new Set(await Promise.all(ends))].join());
+await ps.close();
+"""
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_more_calls_at_once_than_a_service_takes_on_a_connection(stack: Running, tmp_path: Path) -> None:
+    """R148: 600 watches of one rollout are open together, and a further call is answered beside them."""
+    program = FOLDER / "examples" / f".many-{tmp_path.name}.ts"
+    program.write_text(MANY)
+    try:
+        run(str(TSC), "-p", "examples")
+        said = await asyncio.to_thread(run, "node", str(program), env=surroundings(stack, tmp_path))
+    finally:
+        program.unlink()
+    assert said.split() == ["600", "true", "ended"]
+
+
 @pytest.mark.parametrize("page", ["clients/typescript/README.md", "docs/guides/typescript.md"])
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_program_of_a_page_runs(stack: Running, tmp_path: Path, page: str) -> None:

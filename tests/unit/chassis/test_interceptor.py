@@ -11,8 +11,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tests.support.waiting import eventually
 
-from penstock_chassis import errors, rpc_status
-from penstock_chassis.auth import Role
+from penstock_chassis import errors, interceptor, rpc_status
+from penstock_chassis.auth import Authenticator, Role
 from penstock_chassis.channel import connect, typed_errors
 from penstock_chassis.testing import serve
 
@@ -192,6 +192,42 @@ async def test_a_call_without_a_valid_token_is_refused_before_the_handler_runs(
             await invoke(channel, metadata=() if header is None else (("authorization", header),))
     assert caught.value.reason in ("CREDENTIAL_MISSING", "CREDENTIAL_INVALID")
     assert reached == []
+
+
+async def test_a_flood_of_refused_calls_writes_a_bounded_number_of_lines(
+    registration: Any, logs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R8, R148: some lines for each reason; of one who may call, a line for each call."""
+    monkeypatch.setattr(interceptor, "REFUSED_BURST", 3)
+    monkeypatch.setattr(interceptor, "REFUSED_INTERVAL_S", 1e9)
+    async with serve(registration, tokens=TOKENS) as (address, channel):
+        async with connect(address) as nobody, connect(address, "wrong") as stranger:
+            for caller in (nobody, stranger):
+                for _ in range(40):
+                    with pytest.raises(errors.Unauthenticated), typed_errors():
+                        await unary(caller)(b"x")
+        for _ in range(10):
+            await unary(channel)(b"x")
+        await eventually(lambda: sum(line["code"] == "OK" for line in rpc_lines(logs)) == 10, "all are logged")
+    refused = [line for line in rpc_lines(logs) if line["code"] != "OK"]
+    assert [line["reason"] for line in refused] == ["CREDENTIAL_MISSING"] * 3 + ["CREDENTIAL_INVALID"] * 3
+
+
+async def test_a_caller_is_asked_once_who_he_is(
+    invoke: Invoke, registration: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R5: the answer goes on with the call."""
+    asked: list[Role] = []
+    authenticate = Authenticator.authenticate
+
+    def counted(self: Authenticator, metadata: Any) -> Role:
+        asked.append(authenticate(self, metadata))
+        return asked[-1]
+
+    monkeypatch.setattr(Authenticator, "authenticate", counted)
+    async with serve(registration, tokens=TOKENS) as (_, channel):
+        await invoke(channel)
+    assert asked == [Role.OPERATOR]
 
 
 async def test_two_authorization_headers_are_refused(invoke: Invoke, registration: Any) -> None:

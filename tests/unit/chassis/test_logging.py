@@ -9,7 +9,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock_chassis.logging import MASK, configure, redact
+from penstock_chassis.logging import MASK, Meter, configure, redact
 
 
 @pytest.fixture
@@ -91,3 +91,13 @@ def test_the_console_style_is_for_people() -> None:
         structlog.configure(**before)
     assert "127.0.0.1:1" in out.getvalue()
     assert "abc" not in out.getvalue()
+
+
+def test_a_meter_lets_a_burst_pass_then_one_in_its_interval_and_counts_the_rest() -> None:
+    """R148: what is left out is told once, by the next line."""
+    meter = Meter(burst=3, interval_s=10.0)
+    assert [meter.allows(1000.0) for _ in range(8)] == [True] * 3 + [False] * 5
+    assert not meter.allows(1009.9)
+    assert meter.allows(1010.0)
+    assert (meter.left_out(), meter.left_out()) == (6, 0)
+    assert [meter.allows(9000.0) for _ in range(4)] == [True] * 3 + [False]

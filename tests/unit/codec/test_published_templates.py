@@ -1,11 +1,10 @@
-"""Templates as their makers published them, where they are at hand: `PENSTOCK_PUBLISHED_TEMPLATES`, or TRL installed.
+"""Templates as their makers published them: in `PENSTOCK_PUBLISHED_TEMPLATES`, and in TRL where `.venv-vllm` has it.
 
 Their texts are not ours to keep. The facts on which detection depends are in `chat_templates/` and `test_families.py`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from pathlib import Path
@@ -17,6 +16,7 @@ PARSERS = {
     r"qwen-?qwen2.5-7b|^qwen2_5$|qwq": "hermes",
     r"qwen3-0|^qwen3$|qwen3_instruct_2507": "hermes",
     r"qwen3-coder": "qwen3_coder",
+    r"hermes-[23]": "hermes",
     r"llama-3[._][123]-|^llama3_[12]$": "llama3",
     r"nemo-instruct|devstral-small|mistral-small-3": "mistral",
     r"deepseek-r1|deepseek-v3\.1|^deepseekv3$|deepseek_r1": "deepseek",
@@ -28,16 +28,17 @@ PARSERS = {
     r"phi-4-mini|phi4-mini-3|^gemma3$|gemma3-270m": "none",
 }
 MOVES_TOOLS = re.compile(r"mistral", re.IGNORECASE)
-BEYOND_TRANSFORMERS = re.compile(r"llama-cpp-|kimi-k2-(?:instruct|thinking)|gemma-?2", re.IGNORECASE)
-"""Rewritten for llama.cpp, with calls that the sandbox of transformers refuses as ours does; or without system role."""
+BEYOND_TRANSFORMERS = re.compile(r"llama-cpp-|kimi-k2-(?:instruct|thinking)|gemma-?2|hermes-[23]", re.IGNORECASE)
+"""Rewritten for llama.cpp, with calls that the sandbox of transformers refuses as ours does; without a system role; or
+only for conversations with tools."""
+ENVIRONMENTS = Path(__file__).parents[3]
+"""`.venv-vllm` lies here where `make test-trl` was run: it has TRL, and this environment does not."""
 
 
 def _directories() -> list[Path]:
     named = os.environ.get("PENSTOCK_PUBLISHED_TEMPLATES")
-    trl = importlib.util.find_spec("trl")
     found = [Path(named)] if named else []
-    if trl is not None and trl.origin is not None:
-        found.append(Path(trl.origin).parent / "chat_templates")
+    found += sorted(ENVIRONMENTS.glob(".venv-vllm/lib/python3*/site-packages/trl/chat_templates"))
     return [path for path in found if path.is_dir()]
 
 
@@ -53,7 +54,10 @@ def _cases() -> list[tuple[str, str, str]]:
     return cases
 
 
-@pytest.mark.skipif(not _directories(), reason="no published templates here; set PENSTOCK_PUBLISHED_TEMPLATES")
+@pytest.mark.skipif(
+    not _directories(),
+    reason="no published templates here: run `make .venv-vllm/.installed`, or set PENSTOCK_PUBLISHED_TEMPLATES",
+)
 def test_published_templates_are_detected_and_go_on_exactly() -> None:
     """R104: each template of a family that we name has its parser, and is exact but where it moves its tools."""
     cases = _cases()

@@ -9,7 +9,6 @@ from docs import coverage
 from tests.unit.docs.pages import ROOT, tables
 
 NOT_PROVED_YET: dict[int, str] = {
-    95: "issue 7: bytes and inodes on the local backend",
     **dict.fromkeys(range(106, 117), "issue 9"),
     **dict.fromkeys(range(117, 127), "issue 10"),
     **dict.fromkeys(range(127, 132), "issue 11"),

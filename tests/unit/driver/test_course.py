@@ -521,6 +521,19 @@ def facts(*, diff: bool) -> BackendFacts:
     return BackendFacts("b", True, "", True, True, True, False, diff, True, True)
 
 
+@pytest.mark.parametrize("limit", ["cpu", "memory_bytes", "pids", "disk_bytes", "inodes"])
+async def test_a_limit_that_the_backend_cannot_hold_is_refused_when_the_rollout_is_created(
+    driver: Driver, limit: str
+) -> None:
+    """R46, R54, R55, R95: a declared capability, never a silent downgrade."""
+    terms: dict[str, Any] = {limit: 1 << 30}
+    order = replace(driver.order(), sandbox=replace(driver.order().sandbox, **terms))
+    with pytest.raises(FailedPrecondition, match=limit) as refused:
+        check_backend(order, [facts(diff=True)])
+    assert refused.value.reason == "CAPABILITY_MISSING"
+    assert check_backend(order, [replace(facts(diff=True), limits=frozenset({limit}))])
+
+
 @pytest.mark.parametrize("diff", [True, False])
 @pytest.mark.parametrize("asked", [None, True, False])
 async def test_a_verifier_works_in_a_fresh_fork_wherever_the_backend_can(

@@ -7,7 +7,8 @@ import io
 import os
 import tarfile
 import threading
-from collections.abc import Generator
+from collections.abc import AsyncGenerator, Generator
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from penstock_chassis.errors import FailedPrecondition, ResourceExhausted
 from penstock_sandbox.backends import diffs
 from penstock_sandbox.backends.collected import Collected
+from penstock_sandbox.backends.docker.ahead import read_ahead
 from penstock_sandbox.backends.docker.changes import Listed, plan
 from penstock_sandbox.backends.docker.daemon import Refused, items
 from penstock_sandbox.backends.local import copying, layers
@@ -198,3 +200,43 @@ async def test_what_a_trials_program_says_is_bounded() -> None:
     for _ in range(100):
         heard.output(Stream.STDOUT, b"x" * 100_000)
     assert heard.text == b"x" * (1 << 20)
+
+
+async def test_what_is_read_ahead_needs_nobody_who_takes_it_and_comes_out_in_order(tmp_path: Path) -> None:
+    """R89, R4: then the error that ended it."""
+    read = asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[diffs.Piece, None]:
+        for number in range(100):
+            yield bytes([number]) * diffs.CHUNK
+        yield ["/gone"]
+        read.set()
+        raise Refused(500, "the daemon ended")
+
+    taken: list[diffs.Piece] = []
+    async with aclosing(read_ahead(pieces(), tmp_path)) as ahead:
+        taken.append(await anext(ahead))
+        await read.wait()
+        for _ in range(100):
+            taken.append(await anext(ahead))  # noqa: PERF401 - so that those before the error are kept
+        with pytest.raises(Refused):
+            await anext(ahead)
+    assert taken == [*(bytes([number]) * diffs.CHUNK for number in range(100)), ["/gone"]]
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_who_leaves_what_is_read_ahead_ends_the_reading(tmp_path: Path) -> None:
+    """R89, R13"""
+    ended = asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[diffs.Piece, None]:
+        try:
+            yield b"x"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    ahead = read_ahead(pieces(), tmp_path)
+    assert await anext(ahead) == b"x"
+    await ahead.aclose()
+    assert ended.is_set()

@@ -16,7 +16,8 @@ from tests.support.waiting import GUARD_S
 from penstock_chassis.errors import InvalidArgument, ResourceExhausted
 from penstock_sandbox.backends.local import cgroups, layers, rootfs, runtimes
 from penstock_sandbox.backends.local.backend import LocalBackend, LocalOptions
-from penstock_sandbox.backends.local.disk_use import AT_ONCE, DiskUse
+from penstock_sandbox.backends.local.disk import Allotment
+from penstock_sandbox.backends.local.disk_use import AT_ONCE, DiskUse, Use, measure
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.stage import Stage
 from penstock_sandbox.backends.local.uids import UserPool
@@ -135,15 +136,15 @@ async def test_however_many_watch_a_sandbox_is_measured_once_at_a_time_and_nothi
     begun, go_on = threading.Semaphore(0), threading.Event()
     measured: list[Path] = []
 
-    def size(upper: Path, most: int) -> int:
+    def slowly(upper: Path, first_pid: int, most: int) -> Use:
         measured.append(upper)
         begun.release()
         go_on.wait(GUARD_S)
-        return layers.size(upper, most)
+        return measure(upper, first_pid, most)
 
     (tmp_path / "file").write_bytes(b"x" * 7)
     others = [tmp_path / str(number) for number in range(40)]
-    use = DiskUse(size)
+    use = DiskUse(slowly)
     watchers = [asyncio.create_task(use.of(tmp_path)) for _ in range(100)]
     await asyncio.to_thread(begun.acquire)
     for watcher in watchers[1:]:
@@ -156,10 +157,12 @@ async def test_however_many_watch_a_sandbox_is_measured_once_at_a_time_and_nothi
     # As many as may be are under way, and they hold nobody else up.
     assert await asyncio.to_thread(len, measured) == AT_ONCE
     go_on.set()
-    assert (await watchers[0], await late) == (7, 7)
-    assert await asyncio.gather(*more) == [0] * len(others)
+    held = measure(tmp_path)
+    assert held.inodes == 1 and held.bytes > 0
+    assert (await watchers[0], await late) == (held, held)
+    assert await asyncio.gather(*more) == [Use()] * len(others)
     assert sorted(measured) == sorted([tmp_path, *others])
-    assert await use.of(tmp_path) == 7
+    assert await use.of(tmp_path) == held
     use.close()
 
 
@@ -169,19 +172,21 @@ async def test_a_sandbox_with_more_than_can_be_looked_at_is_told_without_its_dis
     for number in range(3):
         (upper / str(number)).mkdir(parents=True)
         (upper / str(number) / "file").write_bytes(b"x")
-    assert await DiskUse(most_entries=6).of(upper) == 3
+    assert (await DiskUse(most_entries=6).of(upper) or Use()).inodes == 6
     assert await DiskUse(most_entries=5).of(upper) is None
     chain.mkdir()
     deep(chain, 600)
     # 601 names, and the directories' paths: 2, 4, ... characters.
     paths = sum(2 * depth // 256 for depth in range(601))
-    assert await DiskUse(most_entries=601 + paths).of(chain) == 0
+    assert (await DiskUse(most_entries=601 + paths).of(chain) or Use()).inodes == 601
     assert await DiskUse(most_entries=600 + paths).of(chain) is None
 
     async def release(_: LocalSandbox) -> None:
         return None
 
-    sandbox = LocalSandbox("s", None, upper, None, {}, lambda _: None, release, DiskUse(most_entries=5))
+    sandbox = LocalSandbox(
+        "s", None, upper, None, {}, lambda _: None, release, Allotment(upper, DiskUse(most_entries=5))
+    )
     assert (await sandbox.stats()).disk_bytes is None
 
 

@@ -50,7 +50,7 @@ def test_the_end_of_a_channel_is_told() -> None:
 
 def test_the_filter_is_well_formed() -> None:
     """R13: every jump stays inside and the last word is an answer."""
-    program = seccomp.program()
+    program = seccomp.program(allocates=True)
     if program is None:
         return
     code = [program[start : start + 8] for start in range(0, len(program), 8)]

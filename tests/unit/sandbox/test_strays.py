@@ -31,7 +31,7 @@ async def _started(spawner: SpawnerProcess, tell: Path) -> tuple[asyncio.Task[tu
     os.mkfifo(tell)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        create = asyncio.create_task(spawner.create("s1", None, [], [], [], theirs))
+        create = asyncio.create_task(spawner.create("s1", None, [], [], [], 64, theirs))
         child = int(await asyncio.to_thread(tell.read_text))
     return create, child
 
@@ -75,7 +75,7 @@ async def test_a_sandbox_that_is_ended_halfway_leaves_no_process(
 ) -> None:
     """R43, R51: the child of a bubblewrap that was killed before it spoke is nobody's, and would wait for ever."""
     path, tell = binary
-    spawner = await SpawnerProcess.start(str(path), Stage(None), lambda _, __: None, lambda: None)
+    spawner = await SpawnerProcess.start(str(path), Stage(None), lambda _, __: None, lambda: None, allocates=True)
     create, child = await _started(spawner, tell)
     try:
         await end(spawner)

@@ -197,6 +197,7 @@ function sandbox(value: unknown): MessageInitShape<typeof SandboxChoiceSchema> {
         ...(resources["memory_bytes"] === undefined ? {} : { memoryBytes: size(resources["memory_bytes"], "sandbox.resources.memory_bytes") }),
         ...(resources["pids"] === undefined ? {} : { pids: number(resources["pids"], "sandbox.resources.pids") }),
         ...(resources["disk_bytes"] === undefined ? {} : { diskBytes: size(resources["disk_bytes"], "sandbox.resources.disk_bytes") }),
+        ...(resources["inodes"] === undefined ? {} : { inodes: size(resources["inodes"], "sandbox.resources.inodes") }),
       },
     }),
   };

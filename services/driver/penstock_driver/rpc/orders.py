@@ -158,7 +158,7 @@ def preparation_key(
 
 def _sandbox_terms(sandbox: rollout_pb2.SandboxChoice, found: Findings) -> SandboxTerms:
     resources = sandbox.resources
-    for name in ("cpu", "memory_bytes", "pids", "disk_bytes"):
+    for name in ("cpu", "memory_bytes", "pids", "disk_bytes", "inodes"):
         value = getattr(resources, name) if resources.HasField(name) else None
         if value is not None and not (math.isfinite(value) and value > 0):
             found.add(f"spec.sandbox.resources.{name}", "expected a positive number")
@@ -171,6 +171,7 @@ def _sandbox_terms(sandbox: rollout_pb2.SandboxChoice, found: Findings) -> Sandb
         memory_bytes=resources.memory_bytes if resources.HasField("memory_bytes") else None,
         pids=resources.pids if resources.HasField("pids") else None,
         disk_bytes=resources.disk_bytes if resources.HasField("disk_bytes") else None,
+        inodes=resources.inodes if resources.HasField("inodes") else None,
         setup_network=sandbox.setup_network.SerializeToString(deterministic=True)
         if sandbox.HasField("setup_network")
         else b"",

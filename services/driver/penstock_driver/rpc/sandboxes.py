@@ -113,6 +113,7 @@ class GrpcSandboxes:
                         ("memory_bytes", backend.capabilities.limit_memory),
                         ("pids", backend.capabilities.limit_pids),
                         ("disk_bytes", backend.capabilities.limit_disk),
+                        ("inodes", backend.capabilities.limit_inodes),
                     )
                     if held
                 ),
@@ -413,7 +414,11 @@ def _sandbox_spec(terms: SandboxTerms) -> sandbox_pb2.SandboxSpec:
         user=terms.user,
         own_kernel=terms.own_kernel,
         resources=sandbox_pb2.Resources(
-            cpu=terms.cpu, memory_bytes=terms.memory_bytes, pids=terms.pids, disk_bytes=terms.disk_bytes
+            cpu=terms.cpu,
+            memory_bytes=terms.memory_bytes,
+            pids=terms.pids,
+            disk_bytes=terms.disk_bytes,
+            inodes=terms.inodes,
         ),
     )
     if terms.image:

@@ -223,10 +223,11 @@ class Ingress:
         gate = self._turns.gate
         gate.attach(call)
         try:
-            if parsed.stream:
-                return await self._stream(request, dialect, call, parsed)
-            await asyncio.shield(call.ended)
-            return await self._answer(request, dialect, call, parsed)
+            with self._connections.awaiting(request, call.id):
+                if parsed.stream:
+                    return await self._stream(request, dialect, call, parsed)
+                await asyncio.shield(call.ended)
+                return await self._answer(request, dialect, call, parsed)
         finally:
             gate.detach(call)
 

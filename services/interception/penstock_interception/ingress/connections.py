@@ -12,14 +12,15 @@ the oldest connection that has shown no credential gives way to a new one: who h
 Nothing here costs a task or a timer for each connection.
 
 An answer that was written out is taken once its reader shows it: by the next request on the connection, or by ending it
-without a reset, with every byte acknowledged (R105). Until then a repeat of its request belongs to it, unless the
-connection stands and all of it went out.
+without a reset, with every byte acknowledged (R105). Until then a repeat of its request belongs to it, unless its
+connection stands and all of it that was written went out: who waits on it gets it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeAlias, cast
 
@@ -28,11 +29,15 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from penstock_chassis import sockets
+from penstock_chassis.logging import Meter
 
 _log = structlog.get_logger(__name__)
 
 PROGRESS_BYTES: Final = 64 << 10
 LINGER_S: Final = 1.0
+BURST: Final = 20
+INTERVAL_S: Final = 10.0
+"""Lines of connections that were ended or not taken, for each reason, and seconds for each further one."""
 IDLE_S: Final = 75.0
 """How long the HTTP server keeps a connection between two requests."""
 
@@ -89,7 +94,8 @@ class Connections:
         self._reading: dict[_Connection, float] = {}
         self._stuck: dict[_Connection, tuple[float, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        # Answers that were written out and not seen to be taken, by what they answer.
+        self._meters: dict[str, Meter] = {}
+        # Whose answers are awaited, or were written out and not seen to be taken, by what they answer.
         self._answers: dict[str, _Connection] = {}
 
     def __len__(self) -> int:
@@ -142,6 +148,22 @@ class Connections:
         except (web.RequestPayloadError, HttpProcessingError):
             raise BrokenBody from None
 
+    @contextlib.contextmanager
+    def awaiting(self, request: web.Request, key: str) -> Iterator[None]:
+        """During this, the request's connection waits for an answer, and then is written it."""
+        connection = self._all.get(request.protocol)
+        if connection is None:
+            yield
+            return
+        connection.awaits = key
+        self._answers[key] = connection
+        try:
+            yield
+        finally:
+            if connection.awaits == key:  # it was not answered
+                connection.awaits = ""
+                self.forget(key, connection)
+
     async def answered(
         self, request: web.Request, response: web.StreamResponse, key: str, on_taken: Callable[[], None]
     ) -> None:
@@ -153,19 +175,19 @@ class Connections:
         if connection is None:
             return
         connection.settle(took=False)
-        connection.answer = (key, on_taken)
+        connection.awaits, connection.answer = "", (key, on_taken)
         self._answers[key] = connection
         if not response.keep_alive:
             connection.lost = self._loop.create_future()
             await asyncio.wait([connection.lost], timeout=LINGER_S)
 
     def is_taken(self, key: str) -> bool:
-        """Whether an answer that was written out stands on an open connection to whose end all of it went."""
+        """Whether who waits on an open connection gets an answer: nothing of it was written that did not go out."""
         connection = self._answers.get(key)
         return connection is not None and connection.gets_all()
 
     def forget(self, key: str, connection: _Connection) -> None:
-        """Whether that answer was taken is known, or never will be."""
+        """Whether that answer was taken is known, or never will be; or it is awaited no more."""
         if self._answers.get(key) is connection:
             del self._answers[key]
 
@@ -180,10 +202,10 @@ class Connections:
         """A socket was accepted; False when there is no place for it."""
         mine = self._peers.get(connection.peer)
         if mine is not None and mine.count >= self.limits.max_per_peer and not _make_room(mine.unclaimed):
-            _log.warning("too many connections", peer=connection.peer, limit=self.limits.max_per_peer)
+            self._tell(_log.warning, "too many connections", peer=connection.peer, limit=self.limits.max_per_peer)
             return False
         if len(self._all) >= self.limits.max_connections and not _make_room(self._unclaimed):
-            _log.warning("too many connections", limit=self.limits.max_connections)
+            self._tell(_log.warning, "too many connections", limit=self.limits.max_connections)
             return False
         peer = self._peers.setdefault(connection.peer, _Peer())
         peer.count += 1
@@ -226,7 +248,16 @@ class Connections:
         """Everything that was written is gone."""
         self._stuck.pop(connection, None)
 
+    def ended(self, why: str, peer: str, rollout_id: str) -> None:
+        """A connection was ended from here."""
+        self._tell(_log.info, "a connection was ended", why=why, peer=peer, rollout_id=rollout_id)
+
     # Private ---------------------------------------------------------------------------------------------------------
+
+    def _tell(self, write: Callable[..., None], event: str, **facts: str | int) -> None:
+        meter = self._meters.setdefault(str(facts.get("why", event)), Meter(BURST, INTERVAL_S))
+        if meter.allows(self._loop.time()):
+            write(event, **facts, left_out=meter.left_out())
 
     def _disown(self, connection: _Connection) -> None:
         if connection.rollout_id:
@@ -296,6 +327,7 @@ class _Connection(asyncio.Protocol):
         "_transport",
         "answer",
         "at_work",
+        "awaits",
         "inner",
         "lost",
         "peer",
@@ -315,6 +347,7 @@ class _Connection(asyncio.Protocol):
         self.peer = ""
         self.rollout_id = ""
         self.at_work = False
+        self.awaits = ""
         self.answer: tuple[str, Callable[[], None]] | None = None
         self.lost: asyncio.Future[None] | None = None
 
@@ -377,8 +410,10 @@ class _Connection(asyncio.Protocol):
             on_taken()
 
     def gets_all(self) -> bool:
-        """Whether what was written goes to an end that is there."""
-        return self._transport is not None and sockets.gets_all(self._transport)
+        """Whether what was written, or will be, goes to an end that is there."""
+        if self._transport is None or (self.awaits and not sockets.is_open(self._transport)):
+            return False
+        return sockets.gets_all(self._transport)
 
     def unsent(self) -> int:
         """Bytes that were written and that the kernel has not taken."""
@@ -386,7 +421,7 @@ class _Connection(asyncio.Protocol):
 
     def abort(self, why: str) -> None:
         """Ends the connection at once, whatever is still to be sent."""
-        _log.info("a connection was ended", why=why, peer=self.peer, rollout_id=self.rollout_id)
+        self._connections.ended(why, self.peer, self.rollout_id)
         self.settle(took=False)
         self._connections.closed(self)
         if self._transport is not None:

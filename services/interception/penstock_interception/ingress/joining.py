@@ -6,7 +6,8 @@ An SDK that loses its connection, or gets an error that it may retry, sends its 
    with another body is refused.
 2. A request that says that it is a retry (`x-stainless-retry-count` above 0) is the last call with the same body.
 3. Any other request with the body of an open call whose connections are all gone, or of an answered call whose answer
-   nobody took as a whole before its connection ended, is that call: nobody else can be waiting for it.
+   nobody took as a whole before its connection ended, is that call: nobody else can be waiting for it. An answer that
+   is still to be written to a connection that stands is that connection's.
 4. Everything else is a new call, also when its body was seen before: an agent may ask the same twice.
 
 Bodies are the same when what the dialect calls their essence is: a client may write one request in several ways.
@@ -57,7 +58,7 @@ def identify(dialect: DialectCodec, headers: Mapping[str, str], body: bytes) -> 
 def same_call(rollout: Rollout, identity: Identity, is_taken: Callable[[str], bool]) -> Call | None:
     """The call that a request repeats; None when it is new. Raises BadRequest for a key with another body.
 
-    `is_taken` knows of a call whose answer stands on an open connection whether all of it went out there.
+    `is_taken` knows of an answered call whether somebody who waits on an open connection gets its answer.
     """
     call = rollout.by_retry_key.get(identity.retry_key)
     if call is None:

@@ -4,11 +4,13 @@ Purpose: the service, which opened the link, connects each of them to the upstre
 else. A sandbox on a machine that cannot reach the service still reaches its endpoint.
 
 Invariants: bytes are carried as they are, half-closes included; a slow reader slows its writer; closing the endpoint
-cuts every connection, and a side that broke off shows as a reset, never as an end.
+cuts every connection, and a side that broke off shows as a reset, never as an end; before a program's end is said
+what it was sent and got is.
 """
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 from typing import Callable, Dict, Optional
@@ -19,6 +21,8 @@ from penstock_sandbox.attendant.processes import Streams
 
 _BACKLOG = 128
 _CONNECTIONS = 256
+# States of TCP: established, and ended by the other side alone.
+_STANDING = (1, 8)
 
 
 class Endpoint:
@@ -107,9 +111,26 @@ class _Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
         self._sink = Sink(loop, say, sock.fileno(), stream, frames.ENDPOINT_WINDOW, self._sink_ended)
-        self._source = Source(loop, say, room, sock.fileno(), stream, frames.ENDPOINT_WINDOW, self._source_ended)
+        self._source = Source(
+            loop, self._say_of_program, room, sock.fileno(), stream, frames.ENDPOINT_WINDOW, self._source_ended
+        )
         streams.sinks[stream] = self._sink
         streams.sources[stream] = self._source
+
+    def _say_of_program(self, kind: int, stream: int, payload: bytes) -> None:
+        if kind == frames.END:
+            # The service must know whether the program got what was sent to it before it sent no more.
+            try:
+                self._sink.tell_all(self._check)
+            except OSError as error:
+                kind, payload = frames.RESET, frames.pack_message({"errno": error.errno})
+                self._source.broken = True
+        self._say(kind, stream, payload)
+
+    def _check(self) -> None:
+        """Raises OSError when the program's end answered what was written to it with a reset."""
+        if self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _STANDING:
+            raise OSError(errno.ECONNRESET, "the program took not all of it")
 
     def _sink_ended(self, broken: bool) -> None:
         self._streams.sinks.pop(self._stream, None)

@@ -290,7 +290,8 @@ def _descendants(root: int) -> List[int]:
 def _marked(mark: int) -> Tuple[List[int], bool]:
     """Every process that has a group, those aside that are dead and not yet reaped; and whether that is certainly all.
 
-    It is not where one that was listed could not be looked at: it may have had the group, and a successor that has it.
+    It is not where one of them is dead, or one that was listed could not be looked at: it may have lived when it was
+    listed, and have had a successor since, which is in no listing yet.
     """
     wanted = b"%d" % mark
     found: List[int] = []
@@ -301,12 +302,22 @@ def _marked(mark: int) -> Tuple[List[int], bool]:
                 with open("/proc/%s/status" % name, "rb") as file:
                     lines = file.read().splitlines()
             except OSError:
-                certain = False  # it ended meanwhile
-                continue
+                lines = []
             fields = {line.partition(b":")[0]: line.partition(b":")[2].split() for line in lines}
-            if wanted in fields.get(b"Groups", ()) and fields.get(b"State", [b"Z"])[0] not in (b"Z", b"X"):
-                found.append(int(name))
+            if b"State" not in fields:
+                certain = False  # it ended meanwhile
+            elif wanted in fields.get(b"Groups", ()):
+                if _runs(fields):
+                    found.append(int(name))
+                else:
+                    certain = False
     return found, certain
+
+
+def _runs(status: Dict[bytes, List[bytes]]) -> bool:
+    """Whether a process is more than dead and not yet reaped: what is dead may be its first thread alone."""
+    threads = status.get(b"Threads", [b"1"])[0]
+    return status.get(b"State", [b"Z"])[0] not in (b"Z", b"X") or threads not in (b"0", b"1")
 
 
 def _execute(feed: socket.socket, told: int, workload: system.Workload, mark: Optional[int]) -> NoReturn:

@@ -172,6 +172,9 @@ class Sink:
         self._on_end = on_end
         self._pending = bytearray()
         self._taken = 0
+        # In a few large amounts: half of the window may be spent before the speaker must know.
+        self._step = window // 4
+        self._check: Callable[[], None] = lambda: None
         self._ending = False
         self.open = True
         os.set_blocking(descriptor, False)
@@ -209,10 +212,16 @@ class Sink:
                 self.open = False
                 self._on_end(False)
 
+    def tell_all(self, check: Callable[[], None]) -> None:
+        """From now on the speaker is told at once of each byte that was written, unless ``check`` raises OSError."""
+        self._step = 1
+        self._check = check
+        self._take(0)
+
     def _take(self, amount: int) -> None:
-        # In a few large amounts: half of the window may be spent before the speaker must know.
         self._taken += amount
-        if self._taken >= self._window // 4:
+        if self._taken >= self._step:
+            self._check()
             self._say(frames.CREDIT, self.stream, frames.pack_amount(self._taken))
             self._taken = 0
 

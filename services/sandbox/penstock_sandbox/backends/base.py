@@ -361,6 +361,7 @@ class Backend(abc.ABC):
                 ("limit_memory", limits.memory_bytes is not None, can.limit_memory),
                 ("limit_pids", limits.pids is not None, can.limit_pids),
                 ("limit_disk", limits.disk_bytes is not None, can.limit_disk),
+                ("limit_inodes", limits.inodes is not None, can.limit_inodes),
                 ("root", spec.user == "root", can.root),
                 ("toolboxes", bool(spec.toolbox_ids), can.toolboxes),
                 ("own_kernel", spec.own_kernel, can.own_kernel),

@@ -13,6 +13,7 @@ from penstock_sandbox.model import (
     BackendInfo,
     Capabilities,
     Command,
+    DiskLimit,
     Exit,
     ExitReason,
     FileInfo,
@@ -91,13 +92,18 @@ def resources_from(limits: sandbox_pb2.Resources) -> Resources:
         memory_bytes=limits.memory_bytes if limits.HasField("memory_bytes") else None,
         pids=limits.pids if limits.HasField("pids") else None,
         disk_bytes=limits.disk_bytes if limits.HasField("disk_bytes") else None,
+        inodes=limits.inodes if limits.HasField("inodes") else None,
     )
 
 
 def resources_to(limits: Resources) -> sandbox_pb2.Resources:
     """Limits as a proto."""
     return sandbox_pb2.Resources(
-        cpu=limits.cpu, memory_bytes=limits.memory_bytes, pids=limits.pids, disk_bytes=limits.disk_bytes
+        cpu=limits.cpu,
+        memory_bytes=limits.memory_bytes,
+        pids=limits.pids,
+        disk_bytes=limits.disk_bytes,
+        inodes=limits.inodes,
     )
 
 
@@ -155,6 +161,11 @@ _FORKS = {
     ForkKind.MEMORY: sandbox_pb2.FORK_KIND_MEMORY,
     ForkKind.ARCHIVE: sandbox_pb2.FORK_KIND_ARCHIVE,
 }
+_DISK_LIMITS = {
+    DiskLimit.NONE: sandbox_pb2.DISK_LIMIT_NONE,
+    DiskLimit.WATCHED: sandbox_pb2.DISK_LIMIT_WATCHED,
+    DiskLimit.HARD: sandbox_pb2.DISK_LIMIT_HARD,
+}
 
 
 def sandbox_to(sandbox: Sandbox) -> sandbox_pb2.Sandbox:
@@ -183,6 +194,8 @@ def capabilities_to(can: Capabilities) -> sandbox_pb2.Capabilities:
         limit_memory=can.limit_memory,
         limit_pids=can.limit_pids,
         limit_disk=can.limit_disk,
+        limit_inodes=can.limit_inodes,
+        disk_limit=_DISK_LIMITS[can.disk_limit],
         root=can.root,
         pause=can.pause,
         diff=can.diff,
@@ -209,6 +222,7 @@ def backend_to(info: BackendInfo) -> sandbox_pb2.Backend:
         default_resources=resources_to(info.default_resources),
         max_lifetime=times.duration(info.max_lifetime_s) if info.max_lifetime_s is not None else None,
         max_sandboxes_per_owner=info.max_sandboxes_per_owner,
+        max_resources=resources_to(info.max_resources),
     )
 
 

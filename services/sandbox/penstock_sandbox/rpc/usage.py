@@ -60,4 +60,5 @@ def stats_to(stats: Stats) -> pb.GetStatsResponse:
         pids=stats.pids,
         cpu_time=times.duration(stats.cpu_s) if stats.cpu_s is not None else None,
         disk_bytes=stats.disk_bytes,
+        inodes=stats.inodes,
     )

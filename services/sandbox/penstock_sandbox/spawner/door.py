@@ -285,10 +285,10 @@ class Door:
 
         A few small files, which every agent starts with, are written faster than a child is made.
         """
-        if trees.is_small(request, descriptors):
-            with syscalls.without_capabilities(_CAPABILITIES):
+        with syscalls.without_capabilities(_CAPABILITIES):
+            if trees.is_small(request, descriptors):
                 trees.run_job(request, descriptors)
-            return {}, []
+                return {}, []
         pid = os.fork()
         if pid == 0:
             code = 70
@@ -306,14 +306,20 @@ class Door:
 
 
 def enter(
-    sandbox: int, first_pid: int, channel: socket.socket, uid: int | None, sealed: Sequence[str], calls: bytes | None
+    sandbox: int,
+    first_pid: int,
+    channel: socket.socket,
+    uid: int | None,
+    sealed: Sequence[str],
+    tmp_inodes: int,
+    calls: bytes | None,
 ) -> None:
     """Become the door: never returns.
 
     ``sandbox`` is a pidfd of the sandbox's first process, whose id on the host is ``first_pid``; ``uid`` is the host
-    user to become (None: stay), ``sealed`` are the names at the top level that are nobody's to change, ``calls`` is the
-    filter for system calls (None: there is none for this machine). The spawner puts it into the sandbox's control
-    groups meanwhile.
+    user to become (None: stay), ``sealed`` are the names at the top level that are nobody's to change, ``tmp_inodes``
+    is how many files each place in memory may hold, ``calls`` is the filter for system calls (None: there is none for
+    this machine). The spawner puts it into the sandbox's control groups meanwhile.
     """
     code = 71
     try:
@@ -336,7 +342,7 @@ def enter(
         # The mounts belong to the user namespace in which bubblewrap made them; the sandbox's own is one further in.
         syscalls.setns(owner, syscalls.CLONE_NEWUSER)
         syscalls.setns(sandbox, syscalls.CLONE_NEWNS)
-        sealing.seal(sealed)
+        sealing.seal(sealed, tmp_inodes)
         syscalls.setns(
             sandbox,
             syscalls.CLONE_NEWUSER

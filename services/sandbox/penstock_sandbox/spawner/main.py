@@ -41,6 +41,7 @@ class _Sandbox:
         self.uid: int | None = request["uid"]
         self.groups: list[str] = request["groups"]
         self.sealed: list[str] = request["sealed"]
+        self.tmp_inodes: int = request["tmp_inodes"]
         self.seq: int | None = request["seq"]  # the create request still to be answered
         self.bwrap = bwrap
         self.door_channel: int | None = door_channel
@@ -65,7 +66,7 @@ class Spawner:
         self._sandboxes: dict[str, _Sandbox] = {}
         self._watched: dict[int, tuple[str, _Sandbox]] = {}
         self._bwrap = ""
-        self._calls = seccomp.program()
+        self._calls: bytes | None = None
 
     def serve(self) -> None:
         """Run until the service closes its end; then kill everything."""
@@ -115,6 +116,7 @@ class Spawner:
 
     def _configure(self, request: wire.Message) -> None:
         self._bwrap = request["bwrap"]
+        self._calls = seccomp.program(allocates=request["allocates"])
         stage: str | None = request["stage"]
         if stage is None:
             return
@@ -249,6 +251,7 @@ class Spawner:
                     socket.socket(fileno=channel),
                     sandbox.uid,
                     sandbox.sealed,
+                    sandbox.tmp_inodes,
                     self._calls,
                 )
             finally:

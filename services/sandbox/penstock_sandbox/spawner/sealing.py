@@ -16,6 +16,9 @@ from penstock_sandbox.spawner import syscalls
 _READ_ONLY = syscalls.MS_REMOUNT | syscalls.MS_BIND | syscalls.MS_RDONLY | syscalls.MS_NOSUID
 # bubblewrap's own tmpfs, with the devices bound into it, which stay as they are; and the terminals, which are devices.
 _DEVICES, _TERMINALS = "/dev", "/dev/pts"
+# Its own of each sandbox, with the size that bubblewrap gave them.
+_IN_MEMORY = ("/tmp", "/dev/shm")
+_REMOUNT = syscalls.MS_REMOUNT | syscalls.MS_NOSUID | syscalls.MS_NODEV
 _EMPTY_FOLDER, _EMPTY_FILE = "/mnt", "/etc/machine-id"
 # The first process lives and dies with the sandbox: its files, such as the one that makes it the kernel's first choice
 # when memory runs out, are not for those who share its user.
@@ -32,8 +35,13 @@ _HIDDEN_FILES = (
 )
 
 
-def seal(names: Sequence[str]) -> None:
-    """Make ``names`` at the top level, and what holds the devices, read-only mounts; hide what tells of the machine."""
+def seal(names: Sequence[str], tmp_inodes: int) -> None:
+    """Make ``names`` at the top level, and what holds the devices, read-only mounts; hide what tells of the machine.
+
+    ``tmp_inodes`` is what each place in memory may hold: files without content take the kernel's memory, too.
+    """
+    for path in _IN_MEMORY:
+        syscalls.mount("none", path, None, _REMOUNT, f"nr_inodes={tmp_inodes}")
     for name in names:
         path = f"/{name}"
         syscalls.mount(path, path, None, syscalls.MS_BIND | syscalls.MS_REC)

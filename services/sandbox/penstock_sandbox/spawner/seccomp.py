@@ -6,9 +6,10 @@ namespaces do not hold (AF_VSOCK leads to the hypervisor and to other sandboxes)
 first process, which has the same user as all others, and foreign calling conventions, whose numbers would pass for
 others.
 
-Invariants: refused calls answer EPERM, except io_uring's, which answer ENOSYS, and sockets of other families, which
-answer EAFNOSUPPORT, so that programs fall back as they do on kernels without them. An argument is compared as the
-kernel reads it: its low 32 bits. Numbers: Linux's ``unistd_64.h`` (x86-64), ``asm-generic/unistd.h`` (arm64).
+Invariants: refused calls answer EPERM, except io_uring's, which answer ENOSYS, sockets of other families, which answer
+EAFNOSUPPORT, and fallocate, which answers EOPNOTSUPP, so that programs fall back as they do on kernels and file systems
+without them. An argument is compared as the kernel reads it: its low 32 bits. Numbers: Linux's ``unistd_64.h``
+(x86-64), ``asm-generic/unistd.h`` (arm64).
 """
 
 from __future__ import annotations
@@ -42,9 +43,16 @@ _ON_PROCESSES = {
     "aarch64": ((261, 0), (118, 0), (119, 0), (122, 0), (274, 0), (238, 0), (239, 0), (140, 1), (30, 1)),
 }
 
+# Number, and which argument is its mode; of these the two that make holes and take no space.
+_FALLOCATE = {"x86_64": (285, 1), "aarch64": (47, 1)}
+_GIVES_BACK = (0x02 | 0x01, 0x08)
 
-def program() -> bytes | None:
-    """The filter as an array of ``struct sock_filter``, or None on a machine whose numbers are not known here."""
+
+def program(*, allocates: bool) -> bytes | None:
+    """The filter as an array of ``struct sock_filter``, or None on a machine whose numbers are not known here.
+
+    ``allocates``: whether space may be taken without writing to it, as fast as the file system can note it down.
+    """
     machine = platform.machine()
     table = _TABLES.get(machine)
     if table is None:
@@ -65,6 +73,9 @@ def program() -> bytes | None:
         code += _by_argument(number, argument, _FAMILIES, _ALLOW, _ERRNO | errno.EAFNOSUPPORT)
     for number, argument in _ON_PROCESSES[machine]:
         code += _by_argument(number, argument, (_FIRST_PROCESS,), _ERRNO | errno.EPERM, _ALLOW)
+    if not allocates:
+        number, argument = _FALLOCATE[machine]
+        code += _by_argument(number, argument, _GIVES_BACK, _ALLOW, _ERRNO | errno.EOPNOTSUPP)
     code.append(_instruction(_RETURN, _ALLOW))
     return b"".join(code)
 

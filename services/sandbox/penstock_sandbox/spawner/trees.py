@@ -66,15 +66,43 @@ class _Member(tarfile.TarInfo):
 
 
 def is_small(request: files.Message, descriptors: list[int]) -> bool:
-    """Whether a job is to unpack a small archive that grows into little; one that is damaged is not."""
-    if request["job"] != "write_tree" or request["layer"] or os.fstat(descriptors[1]).st_size > _SMALL_TREE:
+    """Whether a job is to unpack a small archive that grows into little; one that is damaged is not, and no layer for
+    which directories have to be removed or unlocked."""
+    if request["job"] != "write_tree" or os.fstat(descriptors[1]).st_size > _SMALL_TREE:
         return False
+    size = 0
     try:
         with os.fdopen(descriptors[1], "rb", closefd=False) as source:
+            source.seek(0)  # whoever wrote it left it at its end
             with tarfile.open(fileobj=source, mode="r:", tarinfo=_Member) as archive:
-                return sum(member.size for member in archive) <= _SMALL_TREE
+                for member in archive:
+                    size += member.size
+                    if size > _SMALL_TREE or (request["layer"] and not _has_room(request["path"], member)):
+                        return False
     except (*_DAMAGED, files.Refused, OSError):
         return False
+    return True
+
+
+def _has_room(root: str, member: tarfile.TarInfo) -> bool:
+    """Whether a member of a layer meets open directories only on its way, and removes none."""
+    folder, _, base = member.name.rpartition("/")
+    removes = base.startswith(WHITEOUT)
+    way = [part for part in f"{root}/{folder}".split("/") if part not in ("", ".")]
+    if member.isdir() and not removes:
+        way.append(base)
+    path = ""
+    try:
+        for part in way:
+            path = f"{path}/{part}"
+            mode = os.lstat(path).st_mode
+            if not stat.S_ISDIR(mode) or mode & 0o700 != 0o700:
+                return False
+        if member.isdir() and not removes:
+            return True
+        return not stat.S_ISDIR(os.lstat(f"{path}/{base[len(WHITEOUT) :] if removes else base}").st_mode)
+    except FileNotFoundError:
+        return True
 
 
 def run_job(request: files.Message, descriptors: list[int]) -> None:

@@ -124,7 +124,8 @@ type SandboxServiceClient interface {
 	// The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
 	// in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
 	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
-	// (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries).
+	// (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
+	// (PATH_TOO_LONG: the sandbox has a path that its backend cannot read, such as one of more than 4,096 bytes on Docker).
 	DiffSandbox(ctx context.Context, in *DiffSandboxRequest, opts ...grpc.CallOption) (SandboxService_DiffSandboxClient, error)
 }
 
@@ -534,7 +535,8 @@ type SandboxServiceServer interface {
 	// The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
 	// in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
 	// Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
-	// (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries).
+	// (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
+	// (PATH_TOO_LONG: the sandbox has a path that its backend cannot read, such as one of more than 4,096 bytes on Docker).
 	DiffSandbox(*DiffSandboxRequest, SandboxService_DiffSandboxServer) error
 	mustEmbedUnimplementedSandboxServiceServer()
 }

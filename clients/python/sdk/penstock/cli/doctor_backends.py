@@ -113,8 +113,10 @@ def limits(backends: Sequence[Backend]) -> Finding:
         for one in backends
         if one.available and one.name in _SHARING
     }
+    kinds = {one.name: one.disk_limit for one in backends}
     found = "; ".join(
         f"{name}: {'no limit of ' + ', '.join(lacks) if lacks else 'memory, pids and disk'}"
+        + ("; disk watched" if kinds[name] == "watched" else "")
         for name, lacks in missing.items()
     )
     ok = not any(missing.values())

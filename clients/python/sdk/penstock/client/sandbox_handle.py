@@ -189,6 +189,7 @@ class SandboxHandle:
             pids=wire.optional(answer, "pids"),
             cpu_time=wire.seconds(answer, "cpu_time"),
             disk_bytes=wire.optional(answer, "disk_bytes"),
+            inodes=wire.optional(answer, "inodes"),
         )
 
     async def diff(self, *, max_bytes: int | None = None) -> Diff:

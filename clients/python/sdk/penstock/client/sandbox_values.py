@@ -52,6 +52,7 @@ class Stats:
     pids: int | None
     cpu_time: float | None
     disk_bytes: int | None
+    inodes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A backend of the sandbox service, and what it can do here. `unavailable_reason` says what to install or set."""
+    """A backend of the sandbox service, and what it can do here. `unavailable_reason` says what to install or set.
+
+    `disk_limit`: `none`; `watched`, a sandbox that holds too much is ended; `hard`, the kernel refuses too much.
+    """
 
     name: str
     available: bool
@@ -95,4 +99,5 @@ class Backend:
     capabilities: frozenset[str]
     networks: frozenset[str]
     fork: str
+    disk_limit: str
     max_sandboxes: int

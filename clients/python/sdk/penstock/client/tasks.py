@@ -167,6 +167,7 @@ class Resources:
     memory_bytes: int | None = None
     pids: int | None = None
     disk_bytes: int | None = None
+    inodes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,10 +61,17 @@ class ResourcesTable(Strict):
     memory_bytes: Size | None = None
     pids: Count | None = None
     disk_bytes: Size | None = None
+    inodes: LargeCount | None = None
 
     def made(self) -> Resources:
         """The value."""
-        return Resources(cpu=self.cpu, memory_bytes=self.memory_bytes, pids=self.pids, disk_bytes=self.disk_bytes)
+        return Resources(
+            cpu=self.cpu,
+            memory_bytes=self.memory_bytes,
+            pids=self.pids,
+            disk_bytes=self.disk_bytes,
+            inodes=self.inodes,
+        )
 
 
 class AllowlistTable(Strict):

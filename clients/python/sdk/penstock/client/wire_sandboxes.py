@@ -67,5 +67,6 @@ def backend(message: sandbox_pb2.Backend) -> Backend:
         capabilities=frozenset(field.name for field, value in can.ListFields() if value is True),
         networks=frozenset(wire.word(sandbox_pb2.NetworkKind, kind, "NETWORK_KIND_") for kind in can.networks),
         fork=wire.word(sandbox_pb2.ForkKind, can.fork, "FORK_KIND_"),
+        disk_limit=wire.word(sandbox_pb2.DiskLimit, can.disk_limit, "DISK_LIMIT_"),
         max_sandboxes=message.max_sandboxes,
     )

@@ -154,7 +154,11 @@ def resources(value: tasks.Resources | None) -> sandbox_pb2.Resources | None:
     if value is None:
         return None
     return sandbox_pb2.Resources(
-        cpu=value.cpu, memory_bytes=value.memory_bytes, pids=value.pids, disk_bytes=value.disk_bytes
+        cpu=value.cpu,
+        memory_bytes=value.memory_bytes,
+        pids=value.pids,
+        disk_bytes=value.disk_bytes,
+        inodes=value.inodes,
     )
 
 

@@ -56,6 +56,10 @@ class Expected(BaseModel):
     """The rollout must be given a reward: the attack must not even prevent it."""
     neighbour: bool = False
     """A rollout that does its work meanwhile must get its full reward."""
+    failure: tuple[str, ...] = ()
+    """If its rollout fails, the reason must be one of these; none given = any that is the agent's own."""
+    refused: str = ""
+    """The reason with which its rollout must be refused."""
     max_growth_bytes: int | None = Field(None, gt=0)
     """Resident memory that no service may grow by while the attack runs."""
 
@@ -73,8 +77,20 @@ class Attack(BaseModel):
     python: str | None = None
     c: str | None = None
     """Free-standing C: no library, `_start` from `programs/freestanding.h`."""
+    library: bool = False
+    """With `c`: it is a library for a loader, with `begin` as what runs when it is loaded."""
     then: str = ""
     """With `c`: the shell lines that use the program, which is `$program`."""
+    user: str = ""
+    """As whom, where that is the point; else as the run says."""
+    model: Literal["source", "echo", "black_box"] = "source"
+    """Who answers its model calls: the run's source, or an endpoint that says back what reached it."""
+    host_tool: bool = False
+    """Whether it is offered the host tool of `surroundings.py`."""
+    beside: str | None = None
+    """The Python of an agent in another sandbox, which is there meanwhile; the attack begins when it says `tried`."""
+    beside_ends: bool = False
+    """The other one has ended when the attack begins."""
     task: Literal["sums", "tests", "careless"] = "sums"
     """The task whose verifier is attacked; see `tasks.py`."""
     grading: tuple[Grading, ...] = (Grading.IN_PLACE,)
@@ -92,7 +108,7 @@ class Attack(BaseModel):
         if len(programs) != 1:
             raise ValueError("an attack has exactly one of sh, python and c")
         # A spec's files are templates, and two braces would be a value's name.
-        if any("{{" in text for text in (*programs, self.then)):
+        if any("{{" in text for text in (*programs, self.then, self.beside or "")):
             raise ValueError("a program holds no two braces in a row")
         return self
 

@@ -1,5 +1,6 @@
 """What came of an attack: from what was seen of its rollout, its neighbour and the services, to a verdict."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,6 +11,7 @@ from penstock.redteam.attack import Attack, Grading
 
 _MARK: Final = "REDTEAM "
 _NOT_THE_AGENTS: Final = frozenset({FailureCause.INFRASTRUCTURE, FailureCause.TASK, FailureCause.MODEL})
+_NOT_OFFERED: Final = frozenset({"CAPABILITY_MISSING", "TOOL_NOT_ALLOWED"})
 _BEFORE_THE_AGENT: Final = frozenset({Phase.QUEUED, Phase.PREPARING, Phase.CONFIGURING, Phase.SETTING_UP})
 
 
@@ -48,7 +50,12 @@ class Seen:
     """What was seen of an attack. `outcome` None: its rollout did not end in time and was cancelled."""
 
     outcome: Outcome | None = None
+    refused: tuple[str, str] | None = None
+    """The reason and the message with which its rollout was refused."""
+    missing: str = ""
+    """What was to be there beside it and was not."""
     said: list[str] = field(default_factory=list)
+    has_tried: asyncio.Event = field(default_factory=asyncio.Event)
     neighbour: Outcome | None = None
     restarted: Sequence[str] = ()
     growth: Mapping[str, int] = field(default_factory=dict)
@@ -57,6 +64,8 @@ class Seen:
         """Takes a line of the agent's, if it is one for us."""
         if line.startswith(_MARK) and len(self.said) < 100:
             self.said.append(line.removeprefix(_MARK)[:500])
+            if self.said[-1].startswith("tried: "):
+                self.has_tried.set()
 
     def told(self, kind: str) -> list[str]:
         """What the program said of this kind."""
@@ -74,6 +83,15 @@ def judge(attack: Attack, seen: Seen, baseline: float) -> tuple[Verdict, tuple[s
     if inapplicable := seen.told("inapplicable"):
         return Verdict.NOT_APPLICABLE, tuple(inapplicable)
     wrong = [*seen.told("broken"), *_of_services(attack, seen)]
+    if seen.missing:
+        return Verdict.UNCLEAR, (*wrong, seen.missing)
+    refused = seen.refused or _refused(seen.outcome)
+    if refused is not None and attack.expected.refused == refused[0] and not wrong:
+        return Verdict.HELD, (f"refused: {refused[1]}",)
+    if refused is not None and refused[0] in _NOT_OFFERED:
+        return Verdict.NOT_APPLICABLE, (f"{refused[0]}: {refused[1]}",)
+    if attack.expected.refused:
+        return Verdict.BROKEN, (*wrong, f"it was not refused as {attack.expected.refused}")
     if seen.outcome is None:
         return Verdict.BROKEN, (*wrong, "its rollout did not end in the time that its limits give it")
     failure = seen.outcome.failure
@@ -89,6 +107,13 @@ def judge(attack: Attack, seen: Seen, baseline: float) -> tuple[Verdict, tuple[s
     return Verdict.HELD, tuple(seen.told("tried"))
 
 
+def _refused(outcome: Outcome | None) -> tuple[str, str] | None:
+    failure = None if outcome is None else outcome.failure
+    if failure is None or (failure.phase is not None and failure.phase not in _BEFORE_THE_AGENT):
+        return None
+    return failure.reason, failure.message
+
+
 def _of_outcome(attack: Attack, outcome: Outcome, baseline: float) -> list[str]:
     wrong = []
     reward, failure = outcome.reward, outcome.failure
@@ -98,6 +123,9 @@ def _of_outcome(attack: Attack, outcome: Outcome, baseline: float) -> list[str]:
         wrong.append("it was not graded")
     if failure is not None and failure.cause in _NOT_THE_AGENTS:
         wrong.append(f"its failure was told as {failure.cause}'s: {failure.reason}: {failure.message}")
+    allowed = attack.expected.failure
+    if failure is not None and allowed and failure.reason not in allowed:
+        wrong.append(f"its failure was {failure.reason} and not {' or '.join(allowed)}: {failure.message}")
     if failure is not None and failure.retriable:
         wrong.append(f"its failure was told as worth another try: {failure.reason}: {failure.message}")
     return wrong

@@ -5,7 +5,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from penstock.client.abandoning import abandon, created
@@ -14,7 +14,8 @@ from penstock.client.errors import FailedPrecondition, InvalidArgument, Penstock
 from penstock.client.results import AgentEvent, Ended, Outcome
 from penstock.client.rollouts import RolloutOptions
 from penstock.client.tasks import AgentChoice, Budgets, Limits, Mode, ModelSource, Resources, SandboxChoice
-from penstock.redteam.agents import NoCompiler, agent, registered, spec_of
+from penstock.redteam import surroundings
+from penstock.redteam.agents import NoCompiler, agent, beside, registered, spec_of
 from penstock.redteam.attack import Attack, Grading, registry
 from penstock.redteam.judging import Result, Seen, Verdict, judge
 from penstock.redteam.tasks import SOLUTION, task_of
@@ -25,6 +26,7 @@ _LIMITS: Final = {
     "limit_memory": {"memory_bytes": 512 << 20},
     "limit_pids": {"pids": 256},
     "limit_disk": {"disk_bytes": 1 << 30},
+    "limit_inodes": {"inodes": 50_000},
 }
 _PREPARE_S: Final = 180.0
 _VERIFY_S: Final = 60.0
@@ -126,17 +128,20 @@ async def _field(ps: Penstock, backend: str, user: str, source: ModelSource | No
         options["source"] = source
     # Without differences the default is to grade in the agent's sandbox.
     forks = "diff" in known[name].capabilities
-    return _Field(ps, name, options, forks, Watch(ps))
+    return _Field(ps, name, options, Watch(ps), forks=forks, own_kernel="own_kernel" in known[name].capabilities)
 
 
 class _Field:
     """A deployment's backend that is attacked."""
 
-    def __init__(self, ps: Penstock, backend: str, options: RolloutOptions, forks: bool, watch: Watch) -> None:
+    def __init__(
+        self, ps: Penstock, backend: str, options: RolloutOptions, watch: Watch, *, forks: bool, own_kernel: bool
+    ) -> None:
         self._ps = ps
         self.backend = backend
         self._options = options
         self._forks = forks
+        self._own_kernel = own_kernel
         self.watch = watch
 
     async def check_baseline(self) -> None:
@@ -160,12 +165,25 @@ class _Field:
         if reason:
             return Result(attack=attack, grading=grading, verdict=Verdict.NOT_APPLICABLE, reasons=(reason,))
         try:
-            choice = await registered(self._ps, await asyncio.to_thread(spec_of, attack))
+            made = await asyncio.to_thread(spec_of, attack, own_kernel=self._own_kernel)
+            choice = await registered(self._ps, made)
         except NoCompiler as missing:
             return Result(attack=attack, grading=grading, verdict=Verdict.NOT_APPLICABLE, reasons=(str(missing),))
-        seen = Seen()
-        async with self.watch.during(seen), self._neighbour(attack, seen):
-            rollout_id = await self._rollout(choice, grading, attack.task, attack.seconds, seen)
+        seen, rollout_id = Seen(), ""
+        async with (
+            surroundings.of(self._ps, attack) as options,
+            self.watch.during(seen),
+            self._neighbour(attack, seen),
+            self._beside(attack, seen),
+        ):
+            if attack.user:
+                options["sandbox"] = replace(self._options["sandbox"], user=attack.user)
+            try:
+                rollout_id = await self._rollout(choice, grading, attack.task, attack.seconds, seen, options)
+            except (FailedPrecondition, InvalidArgument) as error:
+                if not attack.user:
+                    raise
+                seen.refused = error.reason, error.message
         verdict, reasons = judge(attack, seen, 0.0)
         reward = None if seen.outcome is None or seen.outcome.reward is None else seen.outcome.reward.value
         return Result(
@@ -203,9 +221,41 @@ class _Field:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
-    async def _rollout(self, choice: AgentChoice, grading: Grading, task: str, seconds: float, seen: Seen) -> str:
+    @contextlib.asynccontextmanager
+    async def _beside(self, attack: Attack, seen: Seen) -> AsyncIterator[None]:
+        """What an attack wants in another sandbox; what that one found broken is told as the attack's."""
+        if attack.beside is None:
+            yield
+            return
+        other = Seen()
+        choice = await registered(self._ps, beside(attack))
+        work = asyncio.create_task(self._rollout(choice, Grading.IN_PLACE, "sums", attack.seconds + 60.0, other))
+        ready = asyncio.create_task(other.has_tried.wait())
+        try:
+            await asyncio.wait([work] if attack.beside_ends else [work, ready], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            if not other.has_tried.is_set():
+                seen.missing = f"the sandbox beside it was not ready: {'; '.join(other.said) or _told(other.outcome)}"
+            yield
+            seen.said += [f"broken: the sandbox beside it: {line}" for line in other.told("broken")]
+        finally:
+            work.cancel()
+            ready.cancel()
+            await asyncio.gather(work, ready, return_exceptions=True)
+
+    async def _rollout(
+        self,
+        choice: AgentChoice,
+        grading: Grading,
+        task: str,
+        seconds: float,
+        seen: Seen,
+        further: RolloutOptions | None = None,
+    ) -> str:
         options: RolloutOptions = {
             **self._options,
+            **(further or {}),
             "limits": Limits(prepare=_PREPARE_S, agent=seconds, verify=_VERIFY_S),
         }
         creation = self._ps.rollouts.create(task_of(task, grading), choice, **options)

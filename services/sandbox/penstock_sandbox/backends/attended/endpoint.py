@@ -1,7 +1,8 @@
 """The service's end of an attended sandbox's one endpoint: streams of the link, carried to one upstream.
 
 Invariants: connected is what the policy names and nothing else; half-closes are carried; a side that breaks off resets
-the other one; closing cuts every connection at once. A pipe of the link that breaks does not show here.
+the other one; closing cuts every connection at once; a program's end is passed on only once all that came for it is at
+its socket (R105). A pipe of the link that breaks does not show here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import asyncio
 import structlog
 
 from penstock_sandbox.backends.attended.stream import LinkLost, Stream, StreamReset
-from penstock_sandbox.backends.upstream import CHUNK, Streams, connect, reset
+from penstock_sandbox.backends.relaying import Answers
+from penstock_sandbox.backends.upstream import Streams, connect, reset
 from penstock_sandbox.model import NetworkPolicy
 
 _CONNECTIONS = 256
@@ -63,8 +65,9 @@ async def _splice(stream: Stream, outside: Streams) -> None:
     ended = False
     try:
         async with asyncio.TaskGroup() as both:
-            both.create_task(_outwards(stream, outside))
-            both.create_task(_inwards(stream, outside))
+            answers = Answers(outside, stream.write, stream.has_arrived)
+            both.create_task(_outwards(stream, outside, answers))
+            both.create_task(_inwards(stream, answers))
         ended = True
     except* (OSError, StreamReset, LinkLost):
         pass  # one side broke off: both are cut
@@ -75,15 +78,15 @@ async def _splice(stream: Stream, outside: Streams) -> None:
             reset(outside[1])
 
 
-async def _outwards(stream: Stream, outside: Streams) -> None:
+async def _outwards(stream: Stream, outside: Streams, answers: Answers) -> None:
     while data := await stream.read():
         outside[1].write(data)
         await outside[1].drain()
+    await answers.arrive()
     if outside[1].can_write_eof():
         outside[1].write_eof()
 
 
-async def _inwards(stream: Stream, outside: Streams) -> None:
-    while data := await outside[0].read(CHUNK):
-        await stream.write(data)
+async def _inwards(stream: Stream, answers: Answers) -> None:
+    await answers.carry()
     stream.end()

@@ -55,7 +55,7 @@ class Stream:
         self.receiver: Callable[[bytes], None] | None = None
         self._link = link
         self._window = window
-        self._credit = credit
+        self._credit = self._full_credit = credit
         self._pieces: deque[bytes] = deque()
         self._unread = 0
         self._taken = 0
@@ -128,6 +128,12 @@ class Stream:
             self._credit -= len(piece)
             self._link.say(frames.DATA, self.number, bytes(piece))
             view = view[len(piece) :]
+
+    def has_arrived(self) -> bool:
+        """Whether credit came for all that was sent. Raises StreamReset or LinkLost."""
+        if self._failure is not None:
+            raise self._failure
+        return self._credit >= self._full_credit
 
     def end(self) -> None:
         """Send no more; harmless when it was said or the stream is over."""

@@ -9,17 +9,19 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import structlog
 
-from penstock_chassis.errors import FailedPrecondition, Internal, PenstockError, Unavailable
+from penstock_chassis.errors import FailedPrecondition, Internal, InvalidArgument, PenstockError, Unavailable
 from penstock_sandbox.backends.attended.sandbox import AttendedSandbox
 from penstock_sandbox.backends.attended.stream import LinkLost
 from penstock_sandbox.backends.base import SandboxHandle
 from penstock_sandbox.backends.docker import changes, container
+from penstock_sandbox.backends.docker.ahead import read_ahead
 from penstock_sandbox.backends.docker.daemon import Daemon, Json, Missing, Refused
 from penstock_sandbox.backends.docker.layers import REPOSITORY, Layers, name_of
 from penstock_sandbox.backends.docker.options import DockerOptions
@@ -34,6 +36,8 @@ TRIAL = "trial"
 """The sandbox id of the one that is made to look at."""
 
 _DEATH_TOLD_S = 3.0
+_TOO_LONG = "file name too long"
+"""What a daemon's message ends with that met ENAMETOOLONG, which a sandbox's own paths are the only cause of."""
 
 _log = structlog.get_logger(__name__)
 
@@ -58,6 +62,8 @@ class Box:
     """Whether somebody had the daemon signal its container or its sidecar."""
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by who has its changes read."""
+    written_since: float = -math.inf
+    """When what it had written was last begun to be written out, on the event loop's clock."""
 
     async def destroy(self) -> None:
         """End it; harmless when it has ended."""
@@ -199,17 +205,34 @@ class Boxes:
         return box.handle
 
     async def _diff(self, box: Box, below: Sequence[str], max_bytes: int) -> AsyncGenerator[bytes | list[str], None]:
-        await box.reached.written(ended=False)
+        read = self._read(box, below, max_bytes)
         try:
-            # The daemon reads a container for one at a time, and whoever waits there holds one of our few threads.
-            async with box.reading, aclosing(changes.diff(self._daemon, box.container, below, max_bytes)) as pieces:
+            async with aclosing(read_ahead(read, self._options.state_dir)) as pieces:
                 async for piece in pieces:
                     yield piece
         except Missing as error:
             raise FailedPrecondition("the sandbox is gone", reason="SANDBOX_LOST") from error
         except Refused as error:
             what = f"the Docker daemon does not tell what changed: {error.what}"
+            if _TOO_LONG in error.what:
+                raise InvalidArgument(
+                    "the sandbox has a path that is longer than the daemon can read: remove it", reason="PATH_TOO_LONG"
+                ) from error
             raise Internal(what, reason="FILE_OPERATION_FAILED") from error
+
+    async def _read(self, box: Box, below: Sequence[str], max_bytes: int) -> AsyncGenerator[bytes | list[str], None]:
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        # The daemon has a container read, and programs started in it, for one at a time, and whoever waits there holds
+        # one of our few threads.
+        async with box.reading:
+            if box.written_since < asked:
+                began = loop.time()
+                await box.reached.written(ended=False)
+                box.written_since = began  # good for all who had asked by then
+            async with aclosing(changes.diff(self._daemon, box.container, below, max_bytes)) as pieces:
+                async for piece in pieces:
+                    yield piece
 
     async def _end(self, box: Box) -> None:
         """A sandbox's end, whatever brought it."""

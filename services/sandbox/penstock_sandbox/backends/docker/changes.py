@@ -4,8 +4,9 @@ Purpose: the daemon tells which paths differ and hands out tars of paths; from b
 changed, and the list of what was deleted.
 
 Invariants: a directory that only holds changes is not a change of its own; a directory that was removed and made again
-is told as deleted and comes with what it holds now; neither devices, sockets nor pipes come out. All of this runs in
-threads of the daemon's pool, a piece at a time.
+is told as deleted and comes with what it holds now; neither devices, sockets nor pipes come out; a link comes as it is,
+also where the daemon, which follows what it is asked for, fails at it. All of this runs in threads of the daemon's
+pool, a piece at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import aclosing
 from typing import Any
 
 from penstock_sandbox.backends.diffs import CHUNK, DEFAULT_BYTES, MAX_KEPT, DiffWriter, stepwise, too_large
-from penstock_sandbox.backends.docker.daemon import GO_DIRECTORY, Daemon
+from penstock_sandbox.backends.docker.daemon import GO_DIRECTORY, Daemon, Refused
 from penstock_sandbox.backends.docker.places import OURS
 from penstock_sandbox.backends.local.layers import is_below
 
@@ -105,20 +106,55 @@ def _pieces(
         changes.close()
     whole, maybe, deleted = plan(listed.kinds)
     writer = DiffWriter(max_bytes)
+    refused: dict[str, Refused] = {}
     for path in whole:
-        yield from _copy(daemon, container, path, writer, only=None)
+        yield from _copy(daemon, container, path, writer, refused, only=None)
     for path in maybe:
-        yield from _copy(daemon, container, path, writer, only="no directory")
+        yield from _copy(daemon, container, path, writer, refused, only="no directory")
     for path in deleted:
         writer.delete(path)
         # What is there again: an empty directory in the place of the one that was removed.
-        yield from _copy(daemon, container, path, writer, only="directory")
+        yield from _copy(daemon, container, path, writer, refused, only="directory")
+    # Last, so that what is too large was refused before whole directories are read for one link.
+    for folder in sorted({_parent(path) for path in refused}):
+        yield from _links(daemon, container, folder, writer, refused)
+    for failed in refused.values():
+        raise failed
     yield from writer.end()
 
 
-def _copy(daemon: Daemon, container: str, path: str, writer: DiffWriter, *, only: str | None) -> Iterator[bytes]:
+def _links(
+    daemon: Daemon, container: str, folder: str, writer: DiffWriter, refused: dict[str, Refused]
+) -> Iterator[bytes]:
+    """The links of a directory that could not be fetched by their paths, since they lead in circles, through files or
+    to names that are too long: taken out of the directory's tar, and out of `refused`."""
     yield b""
-    found = daemon.fetch_stream(container, path)
+    found = daemon.fetch_stream(container, folder or "/")
+    if found is None:
+        return
+    _, chunks = found
+    prefix = _parent(folder).lstrip("/")
+    try:
+        with tarfile.open(fileobj=Source(chunks), mode="r|", bufsize=CHUNK) as source:
+            for member in source:
+                yield b""
+                source.members.clear()  # type: ignore[attr-defined] # as below
+                known = _known(member, prefix) if member.issym() else None
+                if known is not None and refused.pop(posixpath.normpath(f"/{known.name}"), None) is not None:
+                    yield from writer.add(known)
+    finally:
+        chunks.close()
+
+
+def _copy(
+    daemon: Daemon, container: str, path: str, writer: DiffWriter, refused: dict[str, Refused], *, only: str | None
+) -> Iterator[bytes]:
+    yield b""
+    try:
+        found = daemon.fetch_stream(container, path)
+    except Refused as error:
+        refused[path] = error
+        return
     if found is None:
         return
     described, chunks = found

@@ -75,7 +75,7 @@ def sandbox(
         for folder in (WORKDIR, *([account.home] if account.name == USER else [])):
             tmpfs[folder] = (
                 f"rw,exec,nosuid,nodev,mode=755,uid={account.uid},gid={account.gid},size="
-                f"{resources.disk_bytes or tmp_bytes}"
+                f"{min(resources.disk_bytes or tmp_bytes, tmp_bytes)}"
             )
     host: Json = {
         **_hardening(),

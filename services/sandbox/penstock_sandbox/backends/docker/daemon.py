@@ -25,7 +25,8 @@ from penstock_chassis.errors import FailedPrecondition, Unavailable
 _WORKERS = 16
 _TIMEOUT_S = 120
 _ARCHIVE_CHUNK = 256 * 1024
-_REFUSAL_BYTES = 4096
+_REFUSAL_BYTES = 64 << 10
+_REFUSAL_ENDS = 600
 _MOST_OF_AN_ITEM = 1024 * 1024
 # Oldest API with all that is used here: Docker 20.10.
 _API_VERSION = "1.41"
@@ -256,11 +257,16 @@ class Daemon:
         return await self._call(work)
 
     def fetch_stream(self, container: str, path: str) -> tuple[Json, Any] | None:
-        """What is at a path and its tar in chunks (a generator to close), for use in ``in_thread``; None if missing."""
+        """What is at a path and its tar in chunks (a generator to close), for use in ``in_thread``; None if missing.
+
+        Raises Refused also where the daemon fails at a link, which it follows.
+        """
         try:
             chunks, described = self._api.get_archive(container, path, chunk_size=_ARCHIVE_CHUNK)
         except self._errors.NotFound:
             return None
+        except self._errors.APIError as error:
+            raise Refused(error.status_code or 0, str(error.explanation or error)) from error
         return described, chunks
 
     async def has(self, container: str, path: str) -> bool:
@@ -287,6 +293,8 @@ class Daemon:
         with self._api.get(url, stream=True, timeout=_TIMEOUT_S) as answer:
             if answer.status_code != 200:
                 what = answer.raw.read(_REFUSAL_BYTES, decode_content=True).decode(errors="replace")
+                if len(what) > 2 * _REFUSAL_ENDS:  # a path is in the middle, what was wrong with it at the end
+                    what = f"{what[:_REFUSAL_ENDS]} ... {what[-_REFUSAL_ENDS:]}"
                 raise (Missing if answer.status_code == 404 else Refused)(answer.status_code, what)
             for one in items(answer.iter_content(_ARCHIVE_CHUNK)):
                 yield str(one["Path"]), int(one["Kind"])

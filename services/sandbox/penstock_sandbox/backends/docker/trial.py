@@ -28,7 +28,7 @@ from penstock_sandbox.backends.docker.prepared import ReadyImage
 from penstock_sandbox.backends.docker.reach import Reach
 from penstock_sandbox.backends.docker.reaper import Owner, Reaper
 from penstock_sandbox.backends.refusals import Refused as RefusedInside
-from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, Resources, SandboxSpec
+from penstock_sandbox.model import Capabilities, DiskLimit, ForkKind, NetworkKind, Resources, SandboxSpec
 
 _TRIAL = Resources(cpu=0.5, memory_bytes=256 * 1024 * 1024, pids=64)
 # So many are really started, within the operator's memory for one sandbox.
@@ -177,7 +177,7 @@ class Trial:
             limit_cpu=self._limits.cpu is not None,
             limit_memory=self._limits.memory_bytes is not None,
             limit_pids=self._limits.pids is not None,
-            limit_disk=not writable or await self._limits_disk(image),
+            disk_limit=DiskLimit.HARD if not writable or await self._limits_disk(image) else DiskLimit.NONE,
             diff=kept,
             root=self._options.allow_root and not reach.own_kernel and await self._holds_root(),
             toolboxes=True,

@@ -26,14 +26,15 @@ from penstock_sandbox.backends.base import Backend, MountedToolbox, SandboxHandl
 from penstock_sandbox.backends.local import bubblewrap, cgroups, layers, rootfs, trial
 from penstock_sandbox.backends.local.cgroups import Cgroups, Group
 from penstock_sandbox.backends.local.channel import ChannelClosed
-from penstock_sandbox.backends.local.disk_use import DiskUse
+from penstock_sandbox.backends.local.disk import Disk
+from penstock_sandbox.backends.local.disk_use import Use
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.sealed import SealedLayers
 from penstock_sandbox.backends.local.spawner_process import SpawnerProcess
 from penstock_sandbox.backends.local.stage import Stage
 from penstock_sandbox.backends.local.uids import UserPool
 from penstock_sandbox.backends.refusals import Refused
-from penstock_sandbox.model import Capabilities, ForkKind, NetworkKind, SandboxSpec
+from penstock_sandbox.model import Capabilities, DiskLimit, ForkKind, NetworkKind, SandboxSpec
 
 _STAGES = ("/mnt", "/srv", "/media")
 _EMPTY_GROUP_WAIT_S = 0.002
@@ -56,6 +57,9 @@ class LocalOptions:
     first_uid: int = 200_000
     uid_count: int = 4096
     tmp_bytes: int = 1024 * 1024 * 1024
+    tmp_inodes: int = 262_144
+    min_free: Use = field(default_factory=Use)
+    """What must be free for a sandbox to be made; with less than half of that, sandboxes are ended."""
     extra_read_only: tuple[Path, ...] = ()
     allow_open_network: bool = False
     staged: dict[str, Path] = field(default_factory=dict)
@@ -80,7 +84,7 @@ class LocalBackend(Backend):
         self._spawner: SpawnerProcess | None = None
         self._starting = asyncio.Lock()
         self._live: dict[str, LocalSandbox] = {}
-        self._disk_use = DiskUse()
+        self._disk = Disk(self._root, options.min_free)
         self._sealed = SealedLayers(self._root, self._users, self._remove_later)
         self._tasks: set[asyncio.Task[None]] = set()
         self._hastening: asyncio.Task[None] | None = None
@@ -99,7 +103,9 @@ class LocalBackend(Backend):
         else:
             await asyncio.to_thread(self._clean)
             self._prepare(found)
+            await self._disk.open(self._options.first_uid if self._as_root else None)
             await self._probe()
+            self._disk.guard(lambda: list(self._live.values()), self._removals_end)
 
     def _prepare(self, found: bubblewrap.Bubblewrap) -> None:
         for name in ("sandboxes", "layers", "trash", "toolboxes", "spool"):
@@ -162,6 +168,8 @@ class LocalBackend(Backend):
             limit_cpu="cpu" in self._cgroups.controllers,
             limit_memory="memory" in self._cgroups.controllers,
             limit_pids="pids" in self._cgroups.controllers,
+            disk_limit=self._disk.kind,
+            limit_inodes=True,
             diff=True,
             toolboxes=True,
             kill_tree=True,
@@ -190,7 +198,7 @@ class LocalBackend(Backend):
 
     async def aclose(self) -> None:
         self._closing = True
-        self._disk_use.close()
+        await self._disk.aclose()
         results = await asyncio.gather(
             *(sandbox.destroy() for sandbox in list(self._live.values())), return_exceptions=True
         )
@@ -203,6 +211,7 @@ class LocalBackend(Backend):
         await asyncio.gather(*unfinished, return_exceptions=True)
         await asyncio.to_thread(cgroups.remove_parents, self._cgroups.parents, cgroups.group_name(self._root))
         (self._root / _GROUPS).unlink(missing_ok=True)
+        self._disk.close()
 
     # Sandboxes ---------------------------------------------------------------------------------------------------
 
@@ -272,6 +281,7 @@ class LocalBackend(Backend):
         try:
             folder.mkdir()
             folder.chmod(0o711)
+            disk = self._disk.allot(folder, spec.resources, self._sealed.use(stack))
             rootfs.prepare_upper(folder / "upper", folder / "work", uid, fresh=not stack)
             if self._cgroups.controllers:
                 group = self._cgroups.create(sandbox_id, spec.resources)
@@ -297,7 +307,7 @@ class LocalBackend(Backend):
             },
             on_lost,
             self._release,
-            self._disk_use,
+            disk,
         )
         sandbox.layer_ids = stack
         self._sealed.hold(stack)
@@ -324,7 +334,13 @@ class LocalBackend(Backend):
         )
         with sandbox.connect() as door:
             sandbox.first_pid, sandbox.door_pid = await spawner.create(
-                sandbox.id, sandbox.uid, sandbox.join_files(), arguments, self._sealed_names, door
+                sandbox.id,
+                sandbox.uid,
+                sandbox.join_files(),
+                arguments,
+                self._sealed_names,
+                self._options.tmp_inodes,
+                door,
             )
         await sandbox.ready()
         if spec.network.kind is NetworkKind.ONE_ENDPOINT:
@@ -339,6 +355,7 @@ class LocalBackend(Backend):
             pass  # with the spawner every process of the sandbox died
         if sandbox.group is not None:
             await asyncio.to_thread(_remove_group, sandbox.group)
+        await sandbox.disk.release()
         if sandbox.kept_as is not None and sandbox.upper.exists():
             sandbox.upper.rename(sandbox.kept_as)
         trashed = layers.to_trash(self._root / "sandboxes" / sandbox.id, self._root / "trash")
@@ -352,6 +369,10 @@ class LocalBackend(Backend):
         sandbox = self._live.get(sandbox_id)
         if sandbox is not None:
             await sandbox.destroy()
+
+    async def _removals_end(self) -> None:
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
 
     def _remove_later(self, folder: Path) -> None:
         task = asyncio.create_task(asyncio.to_thread(layers.remove, folder))
@@ -374,7 +395,11 @@ class LocalBackend(Backend):
             if self._spawner is None:
                 try:
                     self._spawner = await SpawnerProcess.start(
-                        self._bwrap, self._stage, self._sandbox_gone, self._spawner_ended
+                        self._bwrap,
+                        self._stage,
+                        self._sandbox_gone,
+                        self._spawner_ended,
+                        allocates=self._disk.kind is DiskLimit.HARD,
                     )
                 except (Refused, ChannelClosed, OSError) as error:
                     raise Unavailable(f"the spawner did not start: {error}", reason="SPAWNER_ENDED") from error

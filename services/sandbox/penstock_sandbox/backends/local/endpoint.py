@@ -5,7 +5,8 @@ the address that the policy names. The sandbox has no other way out.
 
 Invariants: bytes are carried as they are, half-closes included; a reader that is slow slows its writer (nothing is
 buffered beyond the transports' limits); closing the endpoint cuts every connection at once. A side that breaks off is
-a reset at the other side, and so is a cut: the upstream must not take bytes for read that ended here (R105).
+a reset at the other side, and so is a cut: the upstream must not take bytes for read that ended here (R105). So a
+program's end is passed on only once all that came for it is at its socket; a reset is, where that does not come about.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import socket
 
 import structlog
 
+from penstock_chassis import sockets
+from penstock_sandbox.backends.relaying import Answers
 from penstock_sandbox.backends.upstream import CHUNK, Streams, connect, reset
 from penstock_sandbox.model import NetworkPolicy
 
@@ -91,8 +94,9 @@ class Endpoint:
         ended = False
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(_pump(inside[0], outside[1]))
-                both.create_task(_pump(outside[0], inside[1]))
+                answers = _answers(inside, outside)
+                both.create_task(_inwards(inside, answers))
+                both.create_task(_outwards(inside, outside, answers))
             ended = True
         except* OSError:
             # One side broke off: the other one must not take that for an end.
@@ -104,9 +108,32 @@ class Endpoint:
                 reset(outside[1])
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(CHUNK):
-        writer.write(data)
-        await writer.drain()
+async def _outwards(inside: Streams, outside: Streams, answers: Answers) -> None:
+    while data := await inside[0].read(CHUNK):
+        outside[1].write(data)
+        await outside[1].drain()
+    await answers.arrive()
+    _end(outside[1])
+
+
+async def _inwards(inside: Streams, answers: Answers) -> None:
+    await answers.carry()
+    _end(inside[1])
+
+
+def _answers(inside: Streams, outside: Streams) -> Answers:
+    async def write(data: bytes) -> None:
+        inside[1].write(data)
+        await inside[1].drain()
+
+    def has_arrived() -> bool:
+        if not sockets.stands(inside[1].transport):
+            raise ConnectionResetError
+        return sockets.has_all(inside[1].transport)
+
+    return Answers(outside, write, has_arrived)
+
+
+def _end(writer: asyncio.StreamWriter) -> None:
     if writer.can_write_eof():
         writer.write_eof()

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from penstock_sandbox.backends.base import (
 from penstock_sandbox.backends.local import layers, rootfs, tree
 from penstock_sandbox.backends.local.cgroups import Group
 from penstock_sandbox.backends.local.channel import Channel, ChannelClosed, Reply
-from penstock_sandbox.backends.local.disk_use import DiskUse
+from penstock_sandbox.backends.local.disk import Allotment
 from penstock_sandbox.backends.local.endpoint import Endpoint
 from penstock_sandbox.backends.local.freezing import Freezing
 from penstock_sandbox.backends.local.opened import Reader, Writer, info
@@ -59,7 +60,7 @@ class LocalSandbox(SandboxHandle):
         default_env: Mapping[str, str],
         on_lost: Callable[[str], None],
         release: Callable[[LocalSandbox], Awaitable[None]],
-        disk_use: DiskUse,
+        disk: Allotment,
     ) -> None:
         self.id = sandbox_id
         self.uid = uid
@@ -71,7 +72,7 @@ class LocalSandbox(SandboxHandle):
         self.group = group
         self._on_lost = on_lost
         self._release = release
-        self._disk_use = disk_use
+        self.disk = disk
         self.kept_as: Path | None = None
         self._channel: Channel | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -343,8 +344,13 @@ class LocalSandbox(SandboxHandle):
 
     async def stats(self) -> Stats:
         figures = self.group.stats() if self.group is not None else Stats()
-        disk = await self._disk_use.of(self.upper)
-        return Stats(figures.memory_bytes, figures.memory_peak_bytes, figures.pids, figures.cpu_s, disk)
+        held = await self.disk.look(self.first_pid)
+        return figures if held is None else replace(figures, disk_bytes=held.bytes, inodes=held.inodes)
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it was made and has not ended."""
+        return not self._ended and self._ready.done() and self._ready.exception() is None
 
     async def diff(
         self, below: Sequence[str] = (), max_bytes: int = diffs.DEFAULT_BYTES

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from penstock_chassis.errors import Internal
 from penstock_sandbox.backends.base import SealedLayer
-from penstock_sandbox.backends.local import copying, layers
+from penstock_sandbox.backends.local import copying, disk_use, layers
+from penstock_sandbox.backends.local.disk_use import Use
 from penstock_sandbox.backends.local.sandbox import LocalSandbox
 from penstock_sandbox.backends.local.uids import UserPool
 
@@ -24,6 +25,7 @@ from penstock_sandbox.backends.local.uids import UserPool
 class _Layer:
     uid: int | None
     below: tuple[str, ...]
+    use: Use
 
 
 class SealedLayers:
@@ -46,6 +48,10 @@ class SealedLayers:
         layer = self._layers[layer_id]
         return layer.uid, (*layer.below, layer_id)
 
+    def use(self, stack: Iterable[str]) -> Use:
+        """What layers take on disk together."""
+        return sum((self._layers[layer_id].use for layer_id in stack), Use())
+
     def hold(self, stack: Iterable[str]) -> None:
         """Something stands on these from here on."""
         self._standing.update(stack)
@@ -58,7 +64,7 @@ class SealedLayers:
 
     async def seal(self, sandbox: LocalSandbox, layer_id: str) -> SealedLayer:
         """End a sandbox and keep its files."""
-        layer = _Layer(sandbox.uid, sandbox.layer_ids)
+        uid, below = sandbox.uid, sandbox.layer_ids
         target = self._root / "layers" / layer_id
         # The user stays held by the layer; the sandbox's own hold ends with it.
         self._users.share(sandbox.uid)
@@ -72,8 +78,9 @@ class SealedLayers:
             self._users.release(sandbox.uid)
             self.release(sandbox.layer_ids)
             raise
-        self._layers[layer_id] = layer
-        return SealedLayer(layer_id, await asyncio.to_thread(layers.size, target))
+        use = await asyncio.to_thread(disk_use.measure, target, 0, None)
+        self._layers[layer_id] = _Layer(uid, below, use)
+        return SealedLayer(layer_id, use.bytes)
 
     async def seal_live(self, sandbox: LocalSandbox, layer_id: str) -> SealedLayer:
         """Keep a copy of a live sandbox's files."""
@@ -83,7 +90,8 @@ class SealedLayers:
             stopped = threading.Event()
             work = asyncio.ensure_future(asyncio.to_thread(copying.copy, sandbox.upper, draft, stopped.is_set))
             try:
-                size = await asyncio.shield(work)
+                await asyncio.shield(work)
+                use = await asyncio.to_thread(disk_use.measure, draft, 0, None)
             except BaseException as error:
                 # What the thread makes must not outlive it.
                 stopped.set()
@@ -97,8 +105,8 @@ class SealedLayers:
         draft.rename(self._root / "layers" / layer_id)
         self._users.share(sandbox.uid)
         self.hold(sandbox.layer_ids)
-        self._layers[layer_id] = _Layer(sandbox.uid, sandbox.layer_ids)
-        return SealedLayer(layer_id, size)
+        self._layers[layer_id] = _Layer(sandbox.uid, sandbox.layer_ids, use)
+        return SealedLayer(layer_id, use.bytes)
 
     def remove(self, layer_id: str) -> None:
         """Make no more sandboxes from it; its files go when nothing stands on it any more."""

@@ -31,9 +31,18 @@ class SpawnerProcess:
 
     @classmethod
     async def start(
-        cls, bwrap: str, stage: Stage, on_gone: Callable[[str, str], None], on_end: Callable[[], None]
+        cls,
+        bwrap: str,
+        stage: Stage,
+        on_gone: Callable[[str, str], None],
+        on_end: Callable[[], None],
+        *,
+        allocates: bool,
     ) -> SpawnerProcess:
-        """Start and configure one. Raises channel.Refused when the stage cannot be set up."""
+        """Start and configure one. Raises channel.Refused when the stage cannot be set up.
+
+        ``allocates``: whether sandboxes may take space on disk without writing to it (fallocate).
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             package = Path(penstock_sandbox.__file__).parent.parent
@@ -55,6 +64,7 @@ class SpawnerProcess:
                 {
                     "op": "configure",
                     "bwrap": bwrap,
+                    "allocates": allocates,
                     "stage": str(stage.root) if stage.root is not None else None,
                     "sources": {name: str(path) for name, path in stage.sources.items()},
                 }
@@ -76,15 +86,17 @@ class SpawnerProcess:
         groups: Sequence[str],
         arguments: Sequence[str],
         sealed: Sequence[str],
+        tmp_inodes: int,
         door: socket.socket,
     ) -> tuple[int, int]:
         """Make a sandbox whose door serves ``door``; answers the host's ids of its first process and its door.
 
-        ``sealed`` are the names at the top level of its root that become read-only mounts.
+        ``sealed`` are the names at the top level of its root that become read-only mounts, ``tmp_inodes`` is how many
+        files /tmp and /dev/shm may each hold.
         """
         request = {"op": "create", "id": sandbox_id, "uid": uid, "groups": list(groups)}
         answer, _ = await self._channel.request(
-            {**request, "argv": list(arguments), "sealed": list(sealed)}, [door.fileno()]
+            {**request, "argv": list(arguments), "sealed": list(sealed), "tmp_inodes": tmp_inodes}, [door.fileno()]
         )
         return answer["pid"], answer["door"]
 

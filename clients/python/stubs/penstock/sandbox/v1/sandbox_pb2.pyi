@@ -89,6 +89,36 @@ in a fresh sandbox of that image. Processes are not copied, and each child costs
 """
 Global___ForkKind: _TypeAlias = ForkKind  # noqa: Y015
 
+class _DiskLimit:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DiskLimitEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DiskLimit.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DISK_LIMIT_UNSPECIFIED: _DiskLimit.ValueType  # 0
+    DISK_LIMIT_NONE: _DiskLimit.ValueType  # 1
+    """Not at all: a spec that asks for such a limit is refused."""
+    DISK_LIMIT_WATCHED: _DiskLimit.ValueType  # 2
+    """It is measured again and again, and ended once it is over (DISK_EXHAUSTED, from within): what is written until then is more
+    than the limit.
+    """
+    DISK_LIMIT_HARD: _DiskLimit.ValueType  # 3
+    """The kernel refuses what is more (EDQUOT or ENOSPC)."""
+
+class DiskLimit(_DiskLimit, metaclass=_DiskLimitEnumTypeWrapper):
+    """How a backend holds a sandbox to its disk_bytes and inodes."""
+
+DISK_LIMIT_UNSPECIFIED: DiskLimit.ValueType  # 0
+DISK_LIMIT_NONE: DiskLimit.ValueType  # 1
+"""Not at all: a spec that asks for such a limit is refused."""
+DISK_LIMIT_WATCHED: DiskLimit.ValueType  # 2
+"""It is measured again and again, and ended once it is over (DISK_EXHAUSTED, from within): what is written until then is more
+than the limit.
+"""
+DISK_LIMIT_HARD: DiskLimit.ValueType  # 3
+"""The kernel refuses what is more (EDQUOT or ENOSPC)."""
+Global___DiskLimit: _TypeAlias = DiskLimit  # noqa: Y015
+
 class _NetworkKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -251,7 +281,8 @@ Global___OpenNetwork: _TypeAlias = OpenNetwork  # noqa: Y015
 @_typing.final
 class Resources(_message.Message):
     """Limits in force for all of a sandbox's processes together. Unset = the operator's default for the backend. A limit that
-    the backend cannot enforce is refused (CAPABILITY_MISSING), never ignored.
+    the backend cannot enforce is refused (CAPABILITY_MISSING), never ignored, and so is more than the operator's maximum
+    (Backend.max_resources; INVALID_ARGUMENT, with the field and the maximum).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -260,11 +291,17 @@ class Resources(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     PIDS_FIELD_NUMBER: _builtins.int
     DISK_BYTES_FIELD_NUMBER: _builtins.int
+    INODES_FIELD_NUMBER: _builtins.int
     cpu: _builtins.float
     """Cores, for example 0.5."""
     memory_bytes: _builtins.int
     pids: _builtins.int
     disk_bytes: _builtins.int
+    """What its files take on disk: those that it wrote and those of the snapshot that it stands on, as blocks (a hole takes none).
+    /tmp and /dev/shm are memory. Capabilities.disk_limit says how it is held to this. At least 1 MiB.
+    """
+    inodes: _builtins.int
+    """Files, directories and links on disk, counted as disk_bytes are. At least 64."""
     def __init__(
         self,
         *,
@@ -272,15 +309,18 @@ class Resources(_message.Message):
         memory_bytes: _builtins.int | None = ...,
         pids: _builtins.int | None = ...,
         disk_bytes: _builtins.int | None = ...,
+        inodes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cpu", b"_cpu", "_disk_bytes", b"_disk_bytes", "_memory_bytes", b"_memory_bytes", "_pids", b"_pids", "cpu", b"cpu", "disk_bytes", b"disk_bytes", "memory_bytes", b"memory_bytes", "pids", b"pids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cpu", b"_cpu", "_disk_bytes", b"_disk_bytes", "_inodes", b"_inodes", "_memory_bytes", b"_memory_bytes", "_pids", b"_pids", "cpu", b"cpu", "disk_bytes", b"disk_bytes", "inodes", b"inodes", "memory_bytes", b"memory_bytes", "pids", b"pids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cpu", b"_cpu", "_disk_bytes", b"_disk_bytes", "_memory_bytes", b"_memory_bytes", "_pids", b"_pids", "cpu", b"cpu", "disk_bytes", b"disk_bytes", "memory_bytes", b"memory_bytes", "pids", b"pids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cpu", b"_cpu", "_disk_bytes", b"_disk_bytes", "_inodes", b"_inodes", "_memory_bytes", b"_memory_bytes", "_pids", b"_pids", "cpu", b"cpu", "disk_bytes", b"disk_bytes", "inodes", b"inodes", "memory_bytes", b"memory_bytes", "pids", b"pids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cpu: _TypeAlias = _typing.Literal["cpu"]  # noqa: Y015
     _WhichOneofArgType__cpu: _TypeAlias = _typing.Literal["_cpu", b"_cpu"]  # noqa: Y015
     _WhichOneofReturnType__disk_bytes: _TypeAlias = _typing.Literal["disk_bytes"]  # noqa: Y015
     _WhichOneofArgType__disk_bytes: _TypeAlias = _typing.Literal["_disk_bytes", b"_disk_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__inodes: _TypeAlias = _typing.Literal["inodes"]  # noqa: Y015
+    _WhichOneofArgType__inodes: _TypeAlias = _typing.Literal["_inodes", b"_inodes"]  # noqa: Y015
     _WhichOneofReturnType__memory_bytes: _TypeAlias = _typing.Literal["memory_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_bytes: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes"]  # noqa: Y015
     _WhichOneofReturnType__pids: _TypeAlias = _typing.Literal["pids"]  # noqa: Y015
@@ -289,6 +329,8 @@ class Resources(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cpu) -> _WhichOneofReturnType__cpu | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_bytes) -> _WhichOneofReturnType__disk_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__inodes) -> _WhichOneofReturnType__inodes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bytes) -> _WhichOneofReturnType__memory_bytes | None: ...
     @_typing.overload
@@ -551,6 +593,8 @@ class Capabilities(_message.Message):
     OPEN_EGRESS_FIELD_NUMBER: _builtins.int
     OWN_KERNEL_FIELD_NUMBER: _builtins.int
     SYSTEM_READ_ONLY_FIELD_NUMBER: _builtins.int
+    DISK_LIMIT_FIELD_NUMBER: _builtins.int
+    LIMIT_INODES_FIELD_NUMBER: _builtins.int
     fork: Global___ForkKind.ValueType
     pty: _builtins.bool
     stdin_stream: _builtins.bool
@@ -558,6 +602,7 @@ class Capabilities(_message.Message):
     limit_memory: _builtins.bool
     limit_pids: _builtins.bool
     limit_disk: _builtins.bool
+    """Whether a spec may limit disk_bytes; disk_limit says how that is held."""
     root: _builtins.bool
     """Whether programs can run as root inside."""
     pause: _builtins.bool
@@ -579,6 +624,9 @@ class Capabilities(_message.Message):
     """Whether nothing that was in the sandbox before its user (system programs and libraries, /etc, the devices, toolboxes)
     can be changed, removed or replaced by anything that runs in it.
     """
+    disk_limit: Global___DiskLimit.ValueType
+    """How disk_bytes, and inodes where limit_inodes is set, are held."""
+    limit_inodes: _builtins.bool
     @_builtins.property
     def networks(self) -> _containers.RepeatedScalarFieldContainer[Global___NetworkKind.ValueType]: ...
     def __init__(
@@ -601,10 +649,12 @@ class Capabilities(_message.Message):
         open_egress: _builtins.bool = ...,
         own_kernel: _builtins.bool = ...,
         system_read_only: _builtins.bool = ...,
+        disk_limit: Global___DiskLimit.ValueType = ...,
+        limit_inodes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "own_kernel", b"own_kernel", "pause", b"pause", "pty", b"pty", "root", b"root", "stdin_stream", b"stdin_stream", "system_read_only", b"system_read_only", "toolboxes", b"toolboxes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diff", b"diff", "disk_limit", b"disk_limit", "fork", b"fork", "kill_tree", b"kill_tree", "limit_cpu", b"limit_cpu", "limit_disk", b"limit_disk", "limit_inodes", b"limit_inodes", "limit_memory", b"limit_memory", "limit_pids", b"limit_pids", "live_fork", b"live_fork", "networks", b"networks", "open_egress", b"open_egress", "own_kernel", b"own_kernel", "pause", b"pause", "pty", b"pty", "root", b"root", "stdin_stream", b"stdin_stream", "system_read_only", b"system_read_only", "toolboxes", b"toolboxes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -627,6 +677,7 @@ class Backend(_message.Message):
     DEFAULT_RESOURCES_FIELD_NUMBER: _builtins.int
     MAX_LIFETIME_FIELD_NUMBER: _builtins.int
     MAX_SANDBOXES_PER_OWNER_FIELD_NUMBER: _builtins.int
+    MAX_RESOURCES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     available: _builtins.bool
     unavailable_reason: _builtins.str
@@ -648,6 +699,10 @@ class Backend(_message.Message):
     def max_lifetime(self) -> _duration_pb2.Duration:
         """After READY, however often the lease is renewed. Unset = no limit."""
 
+    @_builtins.property
+    def max_resources(self) -> Global___Resources:
+        """The most that a spec may ask for; unset fields have no maximum."""
+
     def __init__(
         self,
         *,
@@ -662,10 +717,11 @@ class Backend(_message.Message):
         default_resources: Global___Resources | None = ...,
         max_lifetime: _duration_pb2.Duration | None = ...,
         max_sandboxes_per_owner: _builtins.int | None = ...,
+        max_resources: Global___Resources | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner", "capabilities", b"capabilities", "default_lease", b"default_lease", "default_resources", b"default_resources", "max_lease", b"max_lease", "max_lifetime", b"max_lifetime", "max_sandboxes_per_owner", b"max_sandboxes_per_owner"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner", "capabilities", b"capabilities", "default_lease", b"default_lease", "default_resources", b"default_resources", "max_lease", b"max_lease", "max_lifetime", b"max_lifetime", "max_resources", b"max_resources", "max_sandboxes_per_owner", b"max_sandboxes_per_owner"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner", "available", b"available", "capabilities", b"capabilities", "default_lease", b"default_lease", "default_resources", b"default_resources", "is_default", b"is_default", "max_lease", b"max_lease", "max_lifetime", b"max_lifetime", "max_sandboxes", b"max_sandboxes", "max_sandboxes_per_owner", b"max_sandboxes_per_owner", "name", b"name", "unavailable_reason", b"unavailable_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner", "available", b"available", "capabilities", b"capabilities", "default_lease", b"default_lease", "default_resources", b"default_resources", "is_default", b"is_default", "max_lease", b"max_lease", "max_lifetime", b"max_lifetime", "max_resources", b"max_resources", "max_sandboxes", b"max_sandboxes", "max_sandboxes_per_owner", b"max_sandboxes_per_owner", "name", b"name", "unavailable_reason", b"unavailable_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_sandboxes_per_owner: _TypeAlias = _typing.Literal["max_sandboxes_per_owner"]  # noqa: Y015
     _WhichOneofArgType__max_sandboxes_per_owner: _TypeAlias = _typing.Literal["_max_sandboxes_per_owner", b"_max_sandboxes_per_owner"]  # noqa: Y015

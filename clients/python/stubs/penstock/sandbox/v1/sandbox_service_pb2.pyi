@@ -1182,10 +1182,13 @@ class GetStatsResponse(_message.Message):
     PIDS_FIELD_NUMBER: _builtins.int
     CPU_TIME_FIELD_NUMBER: _builtins.int
     DISK_BYTES_FIELD_NUMBER: _builtins.int
+    INODES_FIELD_NUMBER: _builtins.int
     memory_bytes: _builtins.int
     memory_peak_bytes: _builtins.int
     pids: _builtins.int
     disk_bytes: _builtins.int
+    """As Resources counts them, but without what lies in the snapshot below."""
+    inodes: _builtins.int
     @_builtins.property
     def cpu_time(self) -> _duration_pb2.Duration: ...
     def __init__(
@@ -1196,13 +1199,16 @@ class GetStatsResponse(_message.Message):
         pids: _builtins.int | None = ...,
         cpu_time: _duration_pb2.Duration | None = ...,
         disk_bytes: _builtins.int | None = ...,
+        inodes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_disk_bytes", b"_disk_bytes", "_memory_bytes", b"_memory_bytes", "_memory_peak_bytes", b"_memory_peak_bytes", "_pids", b"_pids", "cpu_time", b"cpu_time", "disk_bytes", b"disk_bytes", "memory_bytes", b"memory_bytes", "memory_peak_bytes", b"memory_peak_bytes", "pids", b"pids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_disk_bytes", b"_disk_bytes", "_inodes", b"_inodes", "_memory_bytes", b"_memory_bytes", "_memory_peak_bytes", b"_memory_peak_bytes", "_pids", b"_pids", "cpu_time", b"cpu_time", "disk_bytes", b"disk_bytes", "inodes", b"inodes", "memory_bytes", b"memory_bytes", "memory_peak_bytes", b"memory_peak_bytes", "pids", b"pids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk_bytes", b"_disk_bytes", "_memory_bytes", b"_memory_bytes", "_memory_peak_bytes", b"_memory_peak_bytes", "_pids", b"_pids", "cpu_time", b"cpu_time", "disk_bytes", b"disk_bytes", "memory_bytes", b"memory_bytes", "memory_peak_bytes", b"memory_peak_bytes", "pids", b"pids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk_bytes", b"_disk_bytes", "_inodes", b"_inodes", "_memory_bytes", b"_memory_bytes", "_memory_peak_bytes", b"_memory_peak_bytes", "_pids", b"_pids", "cpu_time", b"cpu_time", "disk_bytes", b"disk_bytes", "inodes", b"inodes", "memory_bytes", b"memory_bytes", "memory_peak_bytes", b"memory_peak_bytes", "pids", b"pids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disk_bytes: _TypeAlias = _typing.Literal["disk_bytes"]  # noqa: Y015
     _WhichOneofArgType__disk_bytes: _TypeAlias = _typing.Literal["_disk_bytes", b"_disk_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__inodes: _TypeAlias = _typing.Literal["inodes"]  # noqa: Y015
+    _WhichOneofArgType__inodes: _TypeAlias = _typing.Literal["_inodes", b"_inodes"]  # noqa: Y015
     _WhichOneofReturnType__memory_bytes: _TypeAlias = _typing.Literal["memory_bytes"]  # noqa: Y015
     _WhichOneofArgType__memory_bytes: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes"]  # noqa: Y015
     _WhichOneofReturnType__memory_peak_bytes: _TypeAlias = _typing.Literal["memory_peak_bytes"]  # noqa: Y015
@@ -1211,6 +1217,8 @@ class GetStatsResponse(_message.Message):
     _WhichOneofArgType__pids: _TypeAlias = _typing.Literal["_pids", b"_pids"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__disk_bytes) -> _WhichOneofReturnType__disk_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__inodes) -> _WhichOneofReturnType__inodes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bytes) -> _WhichOneofReturnType__memory_bytes | None: ...
     @_typing.overload

@@ -133,7 +133,8 @@ class SandboxServiceStub:
     """The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
     in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
-    (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries).
+    (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
+    (PATH_TOO_LONG: the sandbox has a path that its backend cannot read, such as one of more than 4,096 bytes on Docker).
     """
 
 @_typing.type_check_only
@@ -241,7 +242,8 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     """The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
     in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
     Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
-    (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries).
+    (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
+    (PATH_TOO_LONG: the sandbox has a path that its backend cannot read, such as one of more than 4,096 bytes on Docker).
     """
 
 class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -466,7 +468,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         """The sandbox's files that differ from its base, as a tar stream (POSIX pax; deletions as overlay-style whiteouts listed
         in the last message). A file that grows meanwhile comes as long as it was when its turn came. Ends with its caller.
         Errors: FAILED_PRECONDITION (CAPABILITY_MISSING; FILE_REPLACED: a file became shorter meanwhile; SANDBOX_LOST), NOT_FOUND
-        (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries).
+        (SANDBOX_UNKNOWN), RESOURCE_EXHAUSTED (TREE_TOO_LARGE: more than `max_bytes`, or 500,000 entries), INVALID_ARGUMENT
+        (PATH_TOO_LONG: the sandbox has a path that its backend cannot read, such as one of more than 4,096 bytes on Docker).
         """
 
 def add_SandboxServiceServicer_to_server(servicer: SandboxServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

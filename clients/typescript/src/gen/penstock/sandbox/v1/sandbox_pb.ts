@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file penstock/sandbox/v1/sandbox.proto.
  */
 export const file_penstock_sandbox_v1_sandbox: GenFile = /*@__PURE__*/
-  fileDesc("CiFwZW5zdG9jay9zYW5kYm94L3YxL3NhbmRib3gucHJvdG8SE3BlbnN0b2NrLnNhbmRib3gudjEi6gEKDU5ldHdvcmtQb2xpY3kSLgoEbm9uZRgBIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuTm9OZXR3b3JrSAASOAoMb25lX2VuZHBvaW50GAIgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5PbmVFbmRwb2ludEgAEjMKCWFsbG93bGlzdBgDIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuQWxsb3dsaXN0SAASMAoEb3BlbhgEIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuT3Blbk5ldHdvcmtIAEIICgZwb2xpY3kiCwoJTm9OZXR3b3JrIjMKC09uZUVuZHBvaW50EhIKCmxvY2FsX3BvcnQYASABKAUSEAoIdXBzdHJlYW0YAiABKAkiKQoJQWxsb3dsaXN0Eg0KBWhvc3RzGAEgAygJEg0KBXBvcnRzGAIgAygFIg0KC09wZW5OZXR3b3JrIpUBCglSZXNvdXJjZXMSEAoDY3B1GAEgASgBSACIAQESGQoMbWVtb3J5X2J5dGVzGAIgASgDSAGIAQESEQoEcGlkcxgDIAEoBUgCiAEBEhcKCmRpc2tfYnl0ZXMYBCABKANIA4gBAUIGCgRfY3B1Qg8KDV9tZW1vcnlfYnl0ZXNCBwoFX3BpZHNCDQoLX2Rpc2tfYnl0ZXMiNgoEQmFzZRIPCgVpbWFnZRgBIAEoCUgAEhUKC3NuYXBzaG90X2lkGAIgASgJSABCBgoEYmFzZSLhAwoLU2FuZGJveFNwZWMSDwoHYmFja2VuZBgBIAEoCRInCgRiYXNlGAIgASgLMhkucGVuc3RvY2suc2FuZGJveC52MS5CYXNlEjEKCXJlc291cmNlcxgDIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuUmVzb3VyY2VzEjMKB25ldHdvcmsYBCABKAsyIi5wZW5zdG9jay5zYW5kYm94LnYxLk5ldHdvcmtQb2xpY3kSNgoDZW52GAUgAygLMikucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3BlYy5FbnZFbnRyeRITCgt0b29sYm94X2lkcxgGIAMoCRIMCgR1c2VyGAcgASgJEigKBWxlYXNlGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjwKBmxhYmVscxgJIAMoCzIsLnBlbnN0b2NrLnNhbmRib3gudjEuU2FuZGJveFNwZWMuTGFiZWxzRW50cnkSEgoKb3duX2tlcm5lbBgKIAEoCBoqCghFbnZFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBGi0KC0xhYmVsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiqwIKB1NhbmRib3gSEgoKc2FuZGJveF9pZBgBIAEoCRIwCgVzdGF0ZRgCIAEoDjIhLnBlbnN0b2NrLnNhbmRib3gudjEuU2FuZGJveFN0YXRlEi4KBHNwZWMYAyABKAsyIC5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTcGVjEi8KC2NyZWF0ZV90aW1lGAQgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIvCgtleHBpcmVfdGltZRgFIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASDAoEaG9tZRgGIAEoCRIPCgd3b3JrZGlyGAcgASgJEhMKC2xvc3RfcmVhc29uGAggASgJEhQKDGVuZGVkX2luc2lkZRgJIAEoCCJiCglEYXRhUGxhbmUSDwoHYWRkcmVzcxgBIAEoCRINCgV0b2tlbhgCIAEoCRI1ChF0b2tlbl9leHBpcmVfdGltZRgDIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXAiigMKDENhcGFiaWxpdGllcxIyCghuZXR3b3JrcxgBIAMoDjIgLnBlbnN0b2NrLnNhbmRib3gudjEuTmV0d29ya0tpbmQSKwoEZm9yaxgCIAEoDjIdLnBlbnN0b2NrLnNhbmRib3gudjEuRm9ya0tpbmQSCwoDcHR5GAMgASgIEhQKDHN0ZGluX3N0cmVhbRgEIAEoCBIRCglsaW1pdF9jcHUYBSABKAgSFAoMbGltaXRfbWVtb3J5GAYgASgIEhIKCmxpbWl0X3BpZHMYByABKAgSEgoKbGltaXRfZGlzaxgIIAEoCBIMCgRyb290GAkgASgIEg0KBXBhdXNlGAogASgIEgwKBGRpZmYYCyABKAgSEQoJdG9vbGJveGVzGAwgASgIEhEKCWtpbGxfdHJlZRgNIAEoCBIRCglsaXZlX2ZvcmsYDiABKAgSEwoLb3Blbl9lZ3Jlc3MYDyABKAgSEgoKb3duX2tlcm5lbBgQIAEoCBIYChBzeXN0ZW1fcmVhZF9vbmx5GBEgASgIIrgDCgdCYWNrZW5kEgwKBG5hbWUYASABKAkSEQoJYXZhaWxhYmxlGAIgASgIEhoKEnVuYXZhaWxhYmxlX3JlYXNvbhgDIAEoCRI3CgxjYXBhYmlsaXRpZXMYBCABKAsyIS5wZW5zdG9jay5zYW5kYm94LnYxLkNhcGFiaWxpdGllcxISCgppc19kZWZhdWx0GAUgASgIEhUKDW1heF9zYW5kYm94ZXMYBiABKAUSMAoNZGVmYXVsdF9sZWFzZRgHIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIsCgltYXhfbGVhc2UYCCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SOQoRZGVmYXVsdF9yZXNvdXJjZXMYCSABKAsyHi5wZW5zdG9jay5zYW5kYm94LnYxLlJlc291cmNlcxIvCgxtYXhfbGlmZXRpbWUYCiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJAoXbWF4X3NhbmRib3hlc19wZXJfb3duZXIYCyABKAVIAIgBAUIaChhfbWF4X3NhbmRib3hlc19wZXJfb3duZXIqrwEKDFNhbmRib3hTdGF0ZRIdChlTQU5EQk9YX1NUQVRFX1VOU1BFQ0lGSUVEEAASGgoWU0FOREJPWF9TVEFURV9DUkVBVElORxABEhcKE1NBTkRCT1hfU1RBVEVfUkVBRFkQAhIYChRTQU5EQk9YX1NUQVRFX1BBVVNFRBADEhYKElNBTkRCT1hfU1RBVEVfTE9TVBAEEhkKFVNBTkRCT1hfU1RBVEVfREVMRVRFRBAFKpYBCghGb3JrS2luZBIZChVGT1JLX0tJTkRfVU5TUEVDSUZJRUQQABISCg5GT1JLX0tJTkRfTk9ORRABEhQKEEZPUktfS0lORF9SRVBMQVkQAhIYChRGT1JLX0tJTkRfRklMRVNZU1RFTRADEhQKEEZPUktfS0lORF9NRU1PUlkQBBIVChFGT1JLX0tJTkRfQVJDSElWRRAFKpQBCgtOZXR3b3JrS2luZBIcChhORVRXT1JLX0tJTkRfVU5TUEVDSUZJRUQQABIVChFORVRXT1JLX0tJTkRfTk9ORRABEh0KGU5FVFdPUktfS0lORF9PTkVfRU5EUE9JTlQQAhIaChZORVRXT1JLX0tJTkRfQUxMT1dMSVNUEAMSFQoRTkVUV09SS19LSU5EX09QRU4QBGIGcHJvdG8z", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
+  fileDesc("CiFwZW5zdG9jay9zYW5kYm94L3YxL3NhbmRib3gucHJvdG8SE3BlbnN0b2NrLnNhbmRib3gudjEi6gEKDU5ldHdvcmtQb2xpY3kSLgoEbm9uZRgBIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuTm9OZXR3b3JrSAASOAoMb25lX2VuZHBvaW50GAIgASgLMiAucGVuc3RvY2suc2FuZGJveC52MS5PbmVFbmRwb2ludEgAEjMKCWFsbG93bGlzdBgDIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuQWxsb3dsaXN0SAASMAoEb3BlbhgEIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuT3Blbk5ldHdvcmtIAEIICgZwb2xpY3kiCwoJTm9OZXR3b3JrIjMKC09uZUVuZHBvaW50EhIKCmxvY2FsX3BvcnQYASABKAUSEAoIdXBzdHJlYW0YAiABKAkiKQoJQWxsb3dsaXN0Eg0KBWhvc3RzGAEgAygJEg0KBXBvcnRzGAIgAygFIg0KC09wZW5OZXR3b3JrIrUBCglSZXNvdXJjZXMSEAoDY3B1GAEgASgBSACIAQESGQoMbWVtb3J5X2J5dGVzGAIgASgDSAGIAQESEQoEcGlkcxgDIAEoBUgCiAEBEhcKCmRpc2tfYnl0ZXMYBCABKANIA4gBARITCgZpbm9kZXMYBSABKANIBIgBAUIGCgRfY3B1Qg8KDV9tZW1vcnlfYnl0ZXNCBwoFX3BpZHNCDQoLX2Rpc2tfYnl0ZXNCCQoHX2lub2RlcyI2CgRCYXNlEg8KBWltYWdlGAEgASgJSAASFQoLc25hcHNob3RfaWQYAiABKAlIAEIGCgRiYXNlIuEDCgtTYW5kYm94U3BlYxIPCgdiYWNrZW5kGAEgASgJEicKBGJhc2UYAiABKAsyGS5wZW5zdG9jay5zYW5kYm94LnYxLkJhc2USMQoJcmVzb3VyY2VzGAMgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSMwoHbmV0d29yaxgEIAEoCzIiLnBlbnN0b2NrLnNhbmRib3gudjEuTmV0d29ya1BvbGljeRI2CgNlbnYYBSADKAsyKS5wZW5zdG9jay5zYW5kYm94LnYxLlNhbmRib3hTcGVjLkVudkVudHJ5EhMKC3Rvb2xib3hfaWRzGAYgAygJEgwKBHVzZXIYByABKAkSKAoFbGVhc2UYCCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SPAoGbGFiZWxzGAkgAygLMiwucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3BlYy5MYWJlbHNFbnRyeRISCgpvd25fa2VybmVsGAogASgIGioKCEVudkVudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEaLQoLTGFiZWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASKrAgoHU2FuZGJveBISCgpzYW5kYm94X2lkGAEgASgJEjAKBXN0YXRlGAIgASgOMiEucGVuc3RvY2suc2FuZGJveC52MS5TYW5kYm94U3RhdGUSLgoEc3BlYxgDIAEoCzIgLnBlbnN0b2NrLnNhbmRib3gudjEuU2FuZGJveFNwZWMSLwoLY3JlYXRlX3RpbWUYBCABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEi8KC2V4cGlyZV90aW1lGAUgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcBIMCgRob21lGAYgASgJEg8KB3dvcmtkaXIYByABKAkSEwoLbG9zdF9yZWFzb24YCCABKAkSFAoMZW5kZWRfaW5zaWRlGAkgASgIImIKCURhdGFQbGFuZRIPCgdhZGRyZXNzGAEgASgJEg0KBXRva2VuGAIgASgJEjUKEXRva2VuX2V4cGlyZV90aW1lGAMgASgLMhouZ29vZ2xlLnByb3RvYnVmLlRpbWVzdGFtcCLUAwoMQ2FwYWJpbGl0aWVzEjIKCG5ldHdvcmtzGAEgAygOMiAucGVuc3RvY2suc2FuZGJveC52MS5OZXR3b3JrS2luZBIrCgRmb3JrGAIgASgOMh0ucGVuc3RvY2suc2FuZGJveC52MS5Gb3JrS2luZBILCgNwdHkYAyABKAgSFAoMc3RkaW5fc3RyZWFtGAQgASgIEhEKCWxpbWl0X2NwdRgFIAEoCBIUCgxsaW1pdF9tZW1vcnkYBiABKAgSEgoKbGltaXRfcGlkcxgHIAEoCBISCgpsaW1pdF9kaXNrGAggASgIEgwKBHJvb3QYCSABKAgSDQoFcGF1c2UYCiABKAgSDAoEZGlmZhgLIAEoCBIRCgl0b29sYm94ZXMYDCABKAgSEQoJa2lsbF90cmVlGA0gASgIEhEKCWxpdmVfZm9yaxgOIAEoCBITCgtvcGVuX2VncmVzcxgPIAEoCBISCgpvd25fa2VybmVsGBAgASgIEhgKEHN5c3RlbV9yZWFkX29ubHkYESABKAgSMgoKZGlza19saW1pdBgSIAEoDjIeLnBlbnN0b2NrLnNhbmRib3gudjEuRGlza0xpbWl0EhQKDGxpbWl0X2lub2RlcxgTIAEoCCLvAwoHQmFja2VuZBIMCgRuYW1lGAEgASgJEhEKCWF2YWlsYWJsZRgCIAEoCBIaChJ1bmF2YWlsYWJsZV9yZWFzb24YAyABKAkSNwoMY2FwYWJpbGl0aWVzGAQgASgLMiEucGVuc3RvY2suc2FuZGJveC52MS5DYXBhYmlsaXRpZXMSEgoKaXNfZGVmYXVsdBgFIAEoCBIVCg1tYXhfc2FuZGJveGVzGAYgASgFEjAKDWRlZmF1bHRfbGVhc2UYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLAoJbWF4X2xlYXNlGAggASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjkKEWRlZmF1bHRfcmVzb3VyY2VzGAkgASgLMh4ucGVuc3RvY2suc2FuZGJveC52MS5SZXNvdXJjZXMSLwoMbWF4X2xpZmV0aW1lGAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEiQKF21heF9zYW5kYm94ZXNfcGVyX293bmVyGAsgASgFSACIAQESNQoNbWF4X3Jlc291cmNlcxgMIAEoCzIeLnBlbnN0b2NrLnNhbmRib3gudjEuUmVzb3VyY2VzQhoKGF9tYXhfc2FuZGJveGVzX3Blcl9vd25lciqvAQoMU2FuZGJveFN0YXRlEh0KGVNBTkRCT1hfU1RBVEVfVU5TUEVDSUZJRUQQABIaChZTQU5EQk9YX1NUQVRFX0NSRUFUSU5HEAESFwoTU0FOREJPWF9TVEFURV9SRUFEWRACEhgKFFNBTkRCT1hfU1RBVEVfUEFVU0VEEAMSFgoSU0FOREJPWF9TVEFURV9MT1NUEAQSGQoVU0FOREJPWF9TVEFURV9ERUxFVEVEEAUqlgEKCEZvcmtLaW5kEhkKFUZPUktfS0lORF9VTlNQRUNJRklFRBAAEhIKDkZPUktfS0lORF9OT05FEAESFAoQRk9SS19LSU5EX1JFUExBWRACEhgKFEZPUktfS0lORF9GSUxFU1lTVEVNEAMSFAoQRk9SS19LSU5EX01FTU9SWRAEEhUKEUZPUktfS0lORF9BUkNISVZFEAUqaQoJRGlza0xpbWl0EhoKFkRJU0tfTElNSVRfVU5TUEVDSUZJRUQQABITCg9ESVNLX0xJTUlUX05PTkUQARIWChJESVNLX0xJTUlUX1dBVENIRUQQAhITCg9ESVNLX0xJTUlUX0hBUkQQAyqUAQoLTmV0d29ya0tpbmQSHAoYTkVUV09SS19LSU5EX1VOU1BFQ0lGSUVEEAASFQoRTkVUV09SS19LSU5EX05PTkUQARIdChlORVRXT1JLX0tJTkRfT05FX0VORFBPSU5UEAISGgoWTkVUV09SS19LSU5EX0FMTE9XTElTVBADEhUKEU5FVFdPUktfS0lORF9PUEVOEARiBnByb3RvMw", [file_google_protobuf_duration, file_google_protobuf_timestamp]);
 
 /**
  * What a sandbox may reach. Order: NONE < ONE_ENDPOINT < ALLOWLIST < OPEN; within a kind, fewer hosts and ports are narrower.
@@ -156,7 +156,8 @@ export const OpenNetworkSchema: GenMessage<OpenNetwork> = /*@__PURE__*/
 
 /**
  * Limits in force for all of a sandbox's processes together. Unset = the operator's default for the backend. A limit that
- * the backend cannot enforce is refused (CAPABILITY_MISSING), never ignored.
+ * the backend cannot enforce is refused (CAPABILITY_MISSING), never ignored, and so is more than the operator's maximum
+ * (Backend.max_resources; INVALID_ARGUMENT, with the field and the maximum).
  *
  * @generated from message penstock.sandbox.v1.Resources
  */
@@ -179,9 +180,19 @@ export type Resources = Message<"penstock.sandbox.v1.Resources"> & {
   pids?: number | undefined;
 
   /**
+   * What its files take on disk: those that it wrote and those of the snapshot that it stands on, as blocks (a hole takes none).
+   * /tmp and /dev/shm are memory. Capabilities.disk_limit says how it is held to this. At least 1 MiB.
+   *
    * @generated from field: optional int64 disk_bytes = 4;
    */
   diskBytes?: bigint | undefined;
+
+  /**
+   * Files, directories and links on disk, counted as disk_bytes are. At least 64.
+   *
+   * @generated from field: optional int64 inodes = 5;
+   */
+  inodes?: bigint | undefined;
 };
 
 /**
@@ -455,6 +466,8 @@ export type Capabilities = Message<"penstock.sandbox.v1.Capabilities"> & {
   limitPids: boolean;
 
   /**
+   * Whether a spec may limit disk_bytes; disk_limit says how that is held.
+   *
    * @generated from field: bool limit_disk = 8;
    */
   limitDisk: boolean;
@@ -518,6 +531,18 @@ export type Capabilities = Message<"penstock.sandbox.v1.Capabilities"> & {
    * @generated from field: bool system_read_only = 17;
    */
   systemReadOnly: boolean;
+
+  /**
+   * How disk_bytes, and inodes where limit_inodes is set, are held.
+   *
+   * @generated from field: penstock.sandbox.v1.DiskLimit disk_limit = 18;
+   */
+  diskLimit: DiskLimit;
+
+  /**
+   * @generated from field: bool limit_inodes = 19;
+   */
+  limitInodes: boolean;
 };
 
 /**
@@ -595,6 +620,13 @@ export type Backend = Message<"penstock.sandbox.v1.Backend"> & {
    * @generated from field: optional int32 max_sandboxes_per_owner = 11;
    */
   maxSandboxesPerOwner?: number | undefined;
+
+  /**
+   * The most that a spec may ask for; unset fields have no maximum.
+   *
+   * @generated from field: penstock.sandbox.v1.Resources max_resources = 12;
+   */
+  maxResources?: Resources | undefined;
 };
 
 /**
@@ -707,6 +739,46 @@ export const ForkKindSchema: GenEnum<ForkKind> = /*@__PURE__*/
   enumDesc(file_penstock_sandbox_v1_sandbox, 1);
 
 /**
+ * How a backend holds a sandbox to its disk_bytes and inodes.
+ *
+ * @generated from enum penstock.sandbox.v1.DiskLimit
+ */
+export enum DiskLimit {
+  /**
+   * @generated from enum value: DISK_LIMIT_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * Not at all: a spec that asks for such a limit is refused.
+   *
+   * @generated from enum value: DISK_LIMIT_NONE = 1;
+   */
+  NONE = 1,
+
+  /**
+   * It is measured again and again, and ended once it is over (DISK_EXHAUSTED, from within): what is written until then is more
+   * than the limit.
+   *
+   * @generated from enum value: DISK_LIMIT_WATCHED = 2;
+   */
+  WATCHED = 2,
+
+  /**
+   * The kernel refuses what is more (EDQUOT or ENOSPC).
+   *
+   * @generated from enum value: DISK_LIMIT_HARD = 3;
+   */
+  HARD = 3,
+}
+
+/**
+ * Describes the enum penstock.sandbox.v1.DiskLimit.
+ */
+export const DiskLimitSchema: GenEnum<DiskLimit> = /*@__PURE__*/
+  enumDesc(file_penstock_sandbox_v1_sandbox, 2);
+
+/**
  * Kinds of network policy, for capabilities.
  *
  * @generated from enum penstock.sandbox.v1.NetworkKind
@@ -742,5 +814,5 @@ export enum NetworkKind {
  * Describes the enum penstock.sandbox.v1.NetworkKind.
  */
 export const NetworkKindSchema: GenEnum<NetworkKind> = /*@__PURE__*/
-  enumDesc(file_penstock_sandbox_v1_sandbox, 2);
+  enumDesc(file_penstock_sandbox_v1_sandbox, 3);
 

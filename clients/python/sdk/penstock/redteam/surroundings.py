@@ -1,0 +1,89 @@
+"""What some attacks want around them: an endpoint that says back what reached it, and a host tool of a hard schema."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from penstock.client.connection import Penstock
+from penstock.client.host_tools import HostTool, HostToolCall
+from penstock.client.rollouts import RolloutOptions
+from penstock.client.tasks import Mode, Upstream
+from penstock.redteam.attack import Attack
+
+_KEY: Final = "sk-redteam-no-secret"
+_MAX_BODY: Final = 1 << 20
+_ANY: Final = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in ("Term", "Not", "All", "Any")]}
+_MEMBER: Final = {"type": "array", "items": _ANY}
+_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {
+        "filter": _ANY,
+        "names": {"type": "array", "uniqueItems": True, "items": {"type": "object"}},
+        "pattern": {"type": "string", "pattern": "^(a+)+$"},
+    },
+    "additionalProperties": False,
+    "$defs": {
+        "Term": {"type": "object", "properties": {"term": {"type": "string"}}, "required": ["term"]},
+        "Not": {"type": "object", "properties": {"not": _ANY}, "required": ["not"]},
+        "All": {"type": "object", "properties": {"all": _MEMBER, "not": _ANY}, "required": ["all"]},
+        "Any": {"type": "object", "properties": {"any": _MEMBER, "not": _ANY}, "required": ["any"]},
+    },
+}
+
+
+@contextlib.asynccontextmanager
+async def of(ps: Penstock, attack: Attack) -> AsyncIterator[RolloutOptions]:
+    """The options of an attack's rollout that lead to what it wants around it, for as long as this is entered.
+
+    Raises InvalidArgument where the operator's settings forbid the host tool, and what sessions raise.
+    """
+    options: RolloutOptions = {}
+    async with contextlib.AsyncExitStack() as stack:
+        if attack.model != "source":
+            options["source"] = await stack.enter_async_context(_echo())
+            options["mode"] = Mode.BLACK_BOX if attack.model == "black_box" else Mode.TRANSPARENT_PROXY
+        if attack.host_tool:
+            options["labels"] = {"redteam": secrets.token_hex(8)}
+            session = await stack.enter_async_context(ps.intercept(labels=options["labels"]))
+            tool = HostTool(name="redteam_filter", function=_done, description="Filters.", parameters=_SCHEMA)
+            await session.offer_tools([tool])
+        yield options
+
+
+def _done(_: HostToolCall[Any]) -> str:
+    return "filtered"
+
+
+@contextlib.asynccontextmanager
+async def _echo() -> AsyncIterator[Upstream]:
+    """A model endpoint on this machine's loopback whose answers are the requests: path, names of headers, body."""
+    server = await asyncio.start_server(_answer, "127.0.0.1", 0, limit=_MAX_BODY)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        yield Upstream(base_url=f"http://127.0.0.1:{port}/v1", api_key=_KEY, model="m")
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError, ValueError, EOFError, asyncio.LimitOverrunError):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        first, *lines = head.rstrip().split("\r\n")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        body = await reader.readexactly(min(_MAX_BODY, int(headers.get("content-length", "0"))))
+        seen = {"path": first.split(" ")[1], "headers": sorted(headers), "body": body.decode("utf-8", "replace")}
+        message = {"role": "assistant", "content": json.dumps(seen)}
+        whole = {
+            "id": "echo",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "m",
+            "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+            "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+        }
+        answer = json.dumps(whole).encode()
+        told = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(answer)}\r\n"
+        writer.write(f"{told}Connection: close\r\n\r\n".encode() + answer)
+        await writer.drain()
+    writer.close()
