@@ -33,6 +33,8 @@ T = TypeVar("T")
 _PREFIX: Final = 3
 _LISTS: Final = (list, tuple)  # a union would be made anew each time
 _MOST_DEPTH: Final = 256
+_ESCAPED: Final = re.compile(rb"\\u00[^01]")
+"""A character that JSON need not escape. Those that it must, as a terminal's colours have, begin no token."""
 
 
 class ControlTokens(StrEnum):
@@ -62,7 +64,7 @@ class ControlText:
 
     def spelled_in(self, body: bytes) -> bool:
         """Whether a body of JSON may spell one: a quick look, for which an escaped character counts as one."""
-        return rb"\u00" in body or rb"\/" in body or self._every.may_be_in(body)
+        return rb"\/" in body or _ESCAPED.search(body) is not None or self._every.may_be_in(body)
 
     def is_clear(self, texts: Iterable[str]) -> bool:
         """That none of these texts spells one: quick, and now and then said of texts that do not as if they did."""
@@ -189,7 +191,10 @@ class _Finder:
             by_first.setdefault(text[0], set()).add(text[:_PREFIX])
         # A pattern for each first character: those that begin alike are looked for as fast as that character is.
         self._begins = tuple((first, re.compile(_any_of(begins))) for first, begins in by_first.items())
-        self._raw = tuple((_raw(first), re.compile(_raw(_any_of(begins)))) for first, begins in by_first.items())
+        by_byte: dict[bytes, set[bytes]] = {}
+        for form in {form for begins in by_first.values() for begin in begins for form in _in_json(begin)}:
+            by_byte.setdefault(form[:1], set()).add(re.escape(form))
+        self._raw = tuple((first, re.compile(b"|".join(sorted(forms)))) for first, forms in by_byte.items())
 
     def found(self, text: str) -> bool:
         for first, begin in self._begins:  # a loop costs less than a generator
@@ -208,8 +213,13 @@ def _any_of(texts: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(texts)))
 
 
-def _raw(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+def _in_json(text: str) -> Iterable[bytes]:
+    """A text as it stands in JSON: as it is, and with what is not ASCII escaped."""
+    yield text.encode("utf-8", "surrogatepass")
+    if not text.isascii():
+        escaped = json.dumps(text)[1:-1]
+        yield escaped.encode()
+        yield re.sub(r"\\u\w{4}", lambda match: "\\u" + match.group()[2:].upper(), escaped).encode()
 
 
 def _rebuilt(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:

@@ -141,6 +141,15 @@ def test_escaped_names_and_keys_are_texts_too() -> None:
     assert codec.may_spell_control_tokens(body)
     assert codec.may_spell_control_tokens(b'{"content": "<|im_end|>"}')
     assert not codec.may_spell_control_tokens(b'{"content": "a < b | c", "k": "</div>"}')
+    assert not codec.may_spell_control_tokens(json.dumps({"content": "\x1b[31mred\x1b[0m\x00"}).encode())
+
+
+def test_a_token_that_json_escapes_is_seen_in_a_body() -> None:
+    """R100: a body of ASCII only."""
+    codec = CODECS["deepseek"]
+    escaped = json.dumps({"content": "<｜User｜>"})  # noqa: RUF001  (DeepSeek's character)
+    for body in (escaped, escaped.replace("ff5c", "FF5C"), escaped.replace("<", r"\u003c")):
+        assert codec.may_spell_control_tokens(body.encode()), body
 
 
 BODY = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"

@@ -553,6 +553,43 @@ async def test_a_verifier_works_in_a_fresh_fork_wherever_the_backend_can(
     assert placed.tells_changes is diff
 
 
+async def test_a_verifier_waits_for_no_deletion_and_the_rollout_for_each(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R49, R90: the agent's sandbox goes while its fork is graded, and both are gone at the end."""
+    delete, run = driver.sandboxes.delete, driver.sandboxes.run
+    verified = asyncio.Event()
+    order: list[str] = []
+
+    async def unchanged(sandbox_id: str, below: Any, sink: Any, max_bytes: int) -> list[str]:
+        tarfile.open(fileobj=sink, mode="w").close()
+        order.append("read")
+        return []
+
+    async def slow_delete(sandbox_id: str) -> None:
+        if order:  # not what setups ran in
+            await verified.wait()
+            order.append("deleted")
+        await delete(sandbox_id)
+
+    async def told_run(*args: Any) -> Any:
+        result = await run(*args)
+        if order:
+            order.append("verified")
+            verified.set()
+        return result
+
+    verifier = Verifier(commands=(Command(shell="true"),), fresh_fork=True)
+    task = with_task(driver, verifier=verifier)
+    monkeypatch.setattr(driver.sandboxes, "diff", unchanged)
+    monkeypatch.setattr(driver.sandboxes, "delete", slow_delete)
+    monkeypatch.setattr(driver.sandboxes, "run", told_run)
+    outcome = await driver.run(task)
+    assert (outcome.HasField("failure"), outcome.HasField("reward")) == (False, True)
+    assert order == ["read", "verified", "deleted", "deleted"]
+    assert not driver.sandboxes.boxes
+
+
 async def test_directories_to_bring_over_need_a_fresh_fork(driver: Driver) -> None:
     """R90: nobody who names them is graded in place without a word."""
     verifier = Verifier(commands=(Command(shell="true"),), changes_below=("a",))
