@@ -473,7 +473,7 @@ async def test_whatever_write_is_refused_every_rollout_ends_as_it_would_and_noth
     """R49, R50, R70, R78, R146: who is refused hears why; what was told is there after a restart; nothing is left."""
     refused = await refuse_all(refuse, tmp_path, code, undoes, commits)
     assert len(refused) >= COMMITS
-    if not commits:
+    if EVERY and not commits:  # the drawn places may be those of other writes, which come as they come
         for kind in ("INSERT INTO rollouts", "INSERT INTO events", "INSERT INTO terminals", "UPDATE terminals"):
             assert any(statement.startswith(kind) for statement in refused), (kind, refused)
 
@@ -488,6 +488,6 @@ async def test_whatever_write_of_a_start_is_refused_what_the_last_driver_left_is
     await remains.leave()
     refused = await refuse_all(remains.start_on, tmp_path, code, undoes, commits)
     assert len(refused) > 2
-    if not commits:
+    if EVERY and not commits:  # the drawn places may be those of other writes, which come as they come
         for kind in ("UPDATE rollouts SET phase = ?, end_time", "DELETE FROM owed", "UPDATE terminals SET outcome"):
             assert any(statement.startswith(kind) for statement in refused), (kind, refused)
