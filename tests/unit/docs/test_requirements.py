@@ -76,6 +76,7 @@ def test_nobody_opens_a_listener_that_the_list_of_interfaces_does_not_know() -> 
         "clients/python/sdk/penstock/openenv/serving.py",  # the OpenEnv server, a client's program
         "clients/python/sdk/penstock/dashboard/serving.py",  # the dashboard, a client's program
         "clients/python/sdk/penstock/client/unasked.py",  # the model that nobody asks, of an agent's trial
+        "clients/python/sdk/penstock/redteam/surroundings.py",  # the endpoint that some attacks are to reach
         "services/sandbox/penstock_sandbox/spawner/door.py",  # the endpoint inside a sandbox
         "services/sandbox/penstock_sandbox/attendant/endpoint.py",  # the same inside an attended one
         "services/sandbox/penstock_sandbox/attendant/main.py",  # the attendant's own socket
