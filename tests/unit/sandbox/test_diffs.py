@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import tarfile
+import tempfile
 import threading
 from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing
@@ -240,3 +241,18 @@ async def test_who_leaves_what_is_read_ahead_ends_the_reading(tmp_path: Path) ->
     assert await anext(ahead) == b"x"
     await ahead.aclose()
     assert ended.is_set()
+
+
+async def test_a_full_disk_ends_what_is_read_ahead_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R89, R95: /dev/full takes nothing, as a full disk does."""
+
+    async def pieces() -> AsyncGenerator[diffs.Piece, None]:
+        yield b"x"
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "r+b", buffering=0))
+    async with aclosing(read_ahead(pieces(), tmp_path)) as ahead:
+        with pytest.raises(ResourceExhausted) as refused:
+            await anext(ahead)
+    assert refused.value.reason == "DISK_LOW"

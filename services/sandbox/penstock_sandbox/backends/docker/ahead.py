@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import AsyncGenerator
@@ -19,11 +20,17 @@ from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 
+from penstock_chassis.errors import ResourceExhausted
 from penstock_sandbox.backends.diffs import Piece, in_thread
+
+_RETRY_AFTER_S = 5.0
 
 
 async def read_ahead(pieces: AsyncGenerator[Piece, None], folder: Path) -> AsyncGenerator[Piece, None]:
-    """The same pieces, which are kept in a file in ``folder`` until they are taken. Raises OSError for a full disk."""
+    """The same pieces, which are kept in a file in ``folder`` until they are taken.
+
+    Raises what ``pieces`` does, and ResourceExhausted (DISK_LOW) where the disk of ``folder`` is full.
+    """
     # Of chunks the lengths: what they hold is in the file.
     ready: asyncio.Queue[int | list[str] | None] = asyncio.Queue()
     with tempfile.TemporaryFile(dir=folder) as kept:
@@ -58,5 +65,14 @@ async def _fill(pieces: AsyncGenerator[Piece, None], kept: int, ready: asyncio.Q
 
 
 def _write(kept: int, chunk: bytes) -> None:
-    while chunk:
-        chunk = chunk[os.write(kept, chunk) :]
+    try:
+        while chunk:
+            chunk = chunk[os.write(kept, chunk) :]
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ResourceExhausted(
+            "the disk of the sandbox service has no room for the changes of a sandbox: free some, and try again",
+            reason="DISK_LOW",
+            retry_after_s=_RETRY_AFTER_S,
+        ) from error
