@@ -251,7 +251,7 @@ async def test_a_full_disk_ends_what_is_read_ahead_with_a_reason(
     async def pieces() -> AsyncGenerator[diffs.Piece, None]:
         yield b"x"
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "r+b", buffering=0))
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Path("/dev/full").open("r+b", buffering=0))  # noqa: SIM115
     async with aclosing(read_ahead(pieces(), tmp_path)) as ahead:
         with pytest.raises(ResourceExhausted) as refused:
             await anext(ahead)
