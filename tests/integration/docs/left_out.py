@@ -22,6 +22,8 @@ PROGRAMS: Final[Mapping[str, str]] = {
     "grep": "reads the logs of the reader's services",
     "jq": "likewise",
     "less": "waits for a reader",
+    "mkfs.ext4": "makes a file system on a volume of the reader's",
+    "mount": "likewise",
     "make": "installs, builds and measures; that each target exists is checked by tests/unit/docs",
     "npm": "installs; tests/integration/typescript installs the packed client",
     "openssl": "makes a token",
