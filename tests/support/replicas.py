@@ -27,7 +27,11 @@ def processes() -> dict[str, int]:
     """Process ids of this process's replicas by name."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
+        try:
+            children = (task / "children").read_text().split()
+        except FileNotFoundError:
+            continue  # a thread that ended meanwhile
+        for pid in children:
             try:
                 arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             except FileNotFoundError:

@@ -7,6 +7,7 @@ sandbox reaches: there the tests of isolation prove that NONE is refused.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -166,8 +167,9 @@ print(open_ports)
 @needs("one_endpoint", "network_none")
 async def test_neither_udp_nor_raw_nor_abstract_sockets_lead_out(make_box: MakeBox) -> None:
     """R14"""
+    name = f"penstock-abstract-{os.getpid()}"  # of this process of the suite's
     probe = """
-import socket
+import socket, sys
 def attempt(name, f):
     try:
         f()
@@ -181,14 +183,14 @@ attempt("dns", lambda: socket.getaddrinfo("example.com", 80))
 attempt("udp6", lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM).sendto(b"x", ("2606:4700:4700::1111", 53)))
 attempt("raw", lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, 1))
 attempt("packet", lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW))
-attempt("abstract", lambda: socket.socket(socket.AF_UNIX).connect("\\0penstock-abstract"))
+attempt("abstract", lambda: socket.socket(socket.AF_UNIX).connect("\\0" + sys.argv[1]))
 """
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("\0penstock-abstract")
+        listener.bind(f"\0{name}")
         listener.listen()
         async with upstream() as address:
             box = await make_box(network=one_endpoint(address))
-            lines = (await box.run("python3", "-c", probe)).stdout.decode().splitlines()
+            lines = (await box.run("python3", "-c", probe, name)).stdout.decode().splitlines()
     assert [line for line in lines if "refused" not in line] == []
     assert len(lines) == 6
 

@@ -94,6 +94,9 @@ async def test_a_trainer_without_credit(stack: Stack) -> None:
     """Calls that wait for credit are told from those that nobody wants: a warning."""
     async with stack.agent() as agent, stack.ps.intercept(rollout_ids=[agent.rollout_id]) as session:
         session.set_credits(0)
+        # What is said on a session arrives in order, and these are answered: the gate has the credits before the call.
+        await session.pause("credits")
+        await session.resume()
         agent.asks()
         diagnosis = await becomes(stack, "CREDITS_USED_UP")
         assert diagnosis.healthy and "set_credits" in diagnosis.troubles[0].advice
