@@ -178,7 +178,7 @@ def remove(name: str, folder: Optional[int] = None) -> None:
     if not stat.S_ISDIR(status.st_mode):
         os.unlink(name, dir_fd=folder)
         return
-    files.unlock(folder, name, status)
+    _let_in(folder, name, status)
     descent = _Descent(files.below(folder, name))
     try:
         descent.levels[-1].folders = _unlink_files(descent.here)
@@ -186,7 +186,7 @@ def remove(name: str, folder: Optional[int] = None) -> None:
             level = descent.levels[-1]
             if level.folders:
                 inner = level.folders.pop()
-                files.unlock(descent.here, inner, os.lstat(inner, dir_fd=descent.here))
+                _let_in(descent.here, inner, os.lstat(inner, dir_fd=descent.here))
                 descent.down(inner)
                 descent.levels[-1].folders = _unlink_files(descent.here)
             elif len(descent.levels) == 1:
@@ -196,6 +196,23 @@ def remove(name: str, folder: Optional[int] = None) -> None:
     finally:
         descent.close()
     os.rmdir(name, dir_fd=folder)
+
+
+def _let_in(folder: Optional[int], name: str, status: os.stat_result) -> None:
+    """Unlock a directory that is to be removed.
+
+    An overlay goes by the mode that it saw first: where its upper directory was changed from beside, as measuring does
+    with closed ones, it shows another. So what counts is whether it lets in.
+    """
+    files.unlock(folder, name, status)
+    try:
+        opened = os.open(name, _FOLDER, dir_fd=folder)
+        try:
+            os.stat(".", dir_fd=opened)
+        finally:
+            os.close(opened)
+    except PermissionError:
+        files.unlock(folder, name, status, always=True)
 
 
 def _enter_next(descent: _Descent, budget: _Budget) -> bool:

@@ -313,23 +313,18 @@ def _make_way(folder: int, name: str, *, create: bool) -> None:
     os.mkdir(name, 0o755, dir_fd=folder)
 
 
-def unlock(folder: Optional[int], name: str, status: os.stat_result) -> None:
-    """Let its owner read, write and enter the directory that ``status`` describes.
-
-    An overlay whose lower or upper directory was changed from beside may show a mode that it does not go by: what
-    counts is what it allows.
-    """
-    try:
-        found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+def unlock(folder: Optional[int], name: str, status: os.stat_result, *, always: bool = False) -> None:
+    """Let its owner read, write and enter the directory that ``status`` describes; ``always``: if it seems so, too."""
+    if always or status.st_mode & 0o700 != 0o700:
         try:
-            # By descriptor: whoever puts a link in its place meanwhile changes nothing else's mode.
-            path = f"/proc/self/fd/{found}"
-            if status.st_mode & 0o700 != 0o700 or not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-                os.chmod(path, stat.S_IMODE(status.st_mode) | 0o700)
-        finally:
-            os.close(found)
-    except PermissionError:
-        pass  # somebody else's: what is done in it says so
+            found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                # By descriptor: whoever puts a link in its place meanwhile changes nothing else's mode.
+                os.chmod(f"/proc/self/fd/{found}", stat.S_IMODE(status.st_mode) | 0o700)
+            finally:
+                os.close(found)
+        except PermissionError:
+            pass  # somebody else's: what is done in it says so
 
 
 def program(name: str, path: str) -> str:
