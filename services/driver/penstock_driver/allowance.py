@@ -7,6 +7,7 @@ phases, commands and outcome, draws on none.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,11 +78,16 @@ class OutputEvents:
         self.done: AgentEvent | None = None
 
     async def take(self, data: bytes) -> None:
-        """Take the next part of the output, in pieces between which others have their turn."""
+        """Take the next part of the output, in pieces after each of which others have as long a turn.
+
+        A turn of no time is not enough: the threads that read the journal and the network wait for the interpreter
+        while this one never rests.
+        """
         while self._tail is None and len(data) > PIECE_BYTES:
+            began = time.monotonic()
             self.feed(data[:PIECE_BYTES])
             data = data[PIECE_BYTES:]
-            await asyncio.sleep(0)
+            await asyncio.sleep(time.monotonic() - began)
         self.feed(data)
 
     def feed(self, data: bytes) -> None:
