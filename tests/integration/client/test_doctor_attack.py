@@ -33,3 +33,11 @@ async def test_attacks_on_a_users_own_deployment_are_told_in_a_table_and_as_json
         assert (summary["held"], summary["broken"]) == (len(results), 0)
         code, _, err = await doctor("--only", "no-such-attack")
         assert code == 2 and "no-such-attack" in err
+
+
+async def test_attacks_need_no_engine_and_no_services_that_run(tmp_path: Path) -> None:
+    """R13, R72: on services of the command's own, which have no model, an endpoint of its own answers."""
+    line = ("doctor", "--attack", "--only", "kill-all", "--state-dir", str(tmp_path / "state"))
+    code, out, err = await asyncio.to_thread(invoke, *line, environment={})
+    assert code == 0, (out, err)
+    assert "held" in out and "kill-all" in out and "BROKEN" not in out

@@ -68,7 +68,8 @@ async def run(
         attacks: which; None = all of `registry()`.
         backend: where; empty = the operator's default.
         user: as whom, if not the backend's ordinary user.
-        source: who answers model calls; None = the default inference service. An attack asks little or nothing.
+        source: who answers model calls; None = the default inference service, or an endpoint of this program where
+            there is none. An attack asks little or nothing.
         concurrency: attacks at a time, 1 to 8; those that take much are run alone whatever this is.
         on_result: called with each result as soon as it is known.
 
@@ -81,8 +82,22 @@ async def run(
     if not 1 <= concurrency <= 8:
         raise InvalidArgument("concurrency is 1 to 8", reason="ATTACKS")
     chosen = list(registry().values()) if attacks is None else list(attacks)
-    field = await _field(ps, backend, user, source)
-    await field.check_baseline()
+    async with contextlib.AsyncExitStack() as stack:
+        field = await _field(ps, backend, user, source)
+        try:
+            await field.check_baseline()
+        except FailedPrecondition as refused:
+            if source is not None or refused.reason != "INFERENCE_UNKNOWN":
+                raise
+            # Services without an engine: an endpoint of this program answers instead.
+            field = await _field(ps, backend, user, await stack.enter_async_context(surroundings.echo()))
+            await field.check_baseline()
+        return await _attack(field, chosen, concurrency, on_result)
+
+
+async def _attack(
+    field: "_Field", chosen: Sequence[Attack], concurrency: int, on_result: Callable[[Result], None]
+) -> Report:
     jobs = [(attack, grading) for attack in chosen for grading in attack.grading]
     results: dict[int, Result] = {}
     places = asyncio.Semaphore(concurrency)

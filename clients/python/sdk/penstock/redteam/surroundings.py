@@ -43,7 +43,7 @@ async def of(ps: Penstock, attack: Attack) -> AsyncIterator[RolloutOptions]:
     options: RolloutOptions = {}
     async with contextlib.AsyncExitStack() as stack:
         if attack.model != "source":
-            options["source"] = await stack.enter_async_context(_echo())
+            options["source"] = await stack.enter_async_context(echo())
             options["mode"] = Mode.BLACK_BOX if attack.model == "black_box" else Mode.TRANSPARENT_PROXY
         if attack.host_tool:
             options["labels"] = {"redteam": secrets.token_hex(8)}
@@ -58,7 +58,7 @@ def _done(_: HostToolCall[Any]) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _echo() -> AsyncIterator[Upstream]:
+async def echo() -> AsyncIterator[Upstream]:
     """A model endpoint on this machine's loopback whose answers are the requests: path, names of headers, body."""
     server = await asyncio.start_server(_answer, "127.0.0.1", 0, limit=_MAX_BODY)
     async with server:
